@@ -23,8 +23,8 @@ def pytest_configure() -> None:
 COMPILED = {
     "test_a_fixed_step_layer_compiles_whole": 4,
     "test_fixed_steps_of_anderson_compile_to_one_graph": 1,
-    "test_fixed_steps_compile_into_one_graph": 3,
-    "test_fixed_steps_compile_to_one_graph": 3,
+    "test_fixed_steps_compile_into_one_graph": 2,
+    "test_fixed_steps_compile_to_one_graph": 2,
     "test_the_map_compiles": 3,
     "test_vmap_and_compile": 8,
 }

@@ -1,6 +1,7 @@
 """Every Python block of the README and the docs runs as printed, page by page.
 
-A block after the line ``<!-- not run: reason -->`` is left out.
+A block after the line ``<!-- not run: reason -->`` is left out. Trainings end after an epoch, and
+of the digits few are tested, which is faster.
 """
 
 from __future__ import annotations
@@ -8,9 +9,12 @@ from __future__ import annotations
 import importlib.util
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+
+from equilibria import data, training
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
@@ -21,6 +25,22 @@ def blocks(page: Path) -> list[str]:
     return [code for skipped, code in BLOCK.findall(page.read_text("utf-8")) if not skipped]
 
 
+@pytest.fixture
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    fit, load = training.fit, data.load
+
+    def one_epoch(config: Any, **options: Any) -> Any:
+        return fit(config.with_overrides(epochs=1), **options)
+
+    def few(name: Any, split: str = "train", **options: Any) -> Any:
+        found = load(name, split, **options)
+        return found.subset(range(128)) if (name, split) == ("digits", "test") else found
+
+    monkeypatch.setattr(training, "fit", one_epoch)
+    monkeypatch.setattr(data, "load", few)
+
+
+@pytest.mark.usefixtures("_short")
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p)], ids=lambda p: p.name)
 def test_code_blocks_run_as_printed(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

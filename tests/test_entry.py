@@ -14,10 +14,7 @@ from tests.contracts.adjoint_contract import (
     FORWARD,
     TANH,
     TREE,
-    assert_close,
-    contraction,
     dense_of,
-    draw,
     loss_of,
     quiet,
 )
@@ -76,46 +73,21 @@ def test_an_argument_that_is_no_tuple_is_one_argument() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "error", "match"),
+    ("change", "match"),
     [
-        ({"fn": 3}, TypeError, "callable"),
-        ({"solver": "anderson"}, TypeError, "Anderson"),
-        ({"solver": eq.Anderson}, TypeError, "Anderson"),
-        ({"solver": eq.GMRES()}, TypeError, "solver"),
-        ({"adjoint": "ift"}, TypeError, "Implicit"),
-        ({"adjoint": eq.Implicit}, TypeError, "Implicit"),
-        ({"z0": torch.zeros(0, 4)}, ValueError, "batch size zero"),
-        ({"z0": torch.zeros(3, 4, dtype=torch.int64)}, TypeError, "int64"),
-        ({"z0": torch.tensor(1.0)}, ValueError, "scalar"),
-        ({"z0": None}, TypeError, "NoneType"),
-        ({"z0": ()}, ValueError, "no tensor"),
-        ({"z0": (torch.zeros(3, 4), torch.zeros(2, 4))}, ValueError, "batch size"),
-        ({"z0": torch.zeros(3, 5)}, RuntimeError, "mat1"),
-        ({"fn": lambda z, w, x: (z @ w.T + x)[:, :2]}, ValueError, r"\(3, 2\)"),
-        ({"fn": lambda z, w, x: 1.0}, TypeError, "float"),
-        ({"fn": lambda z, w, x: z.long()}, TypeError, "int64"),
+        ({"fn": 3}, "callable"),
+        ({"solver": "anderson"}, "Anderson"),
+        ({"solver": eq.Anderson}, "Anderson"),
+        ({"solver": eq.GMRES()}, "solver"),
+        ({"adjoint": eq.Implicit}, "Implicit"),
     ],
 )
-@pytest.mark.parametrize("adjoint", [eq.Implicit(), eq.Unrolled()], ids=["implicit", "unrolled"])
 def test_wrong_arguments_are_errors_that_say_what_was_given(
-    change: dict[str, Any], error: type, match: str, adjoint: Any
+    change: dict[str, Any], match: str
 ) -> None:
-    call: dict[str, Any] = {
-        "fn": TANH.fn,
-        "z0": torch.zeros(3, 4, dtype=torch.float64),
-        "args": TANH.parameters,
-        "adjoint": adjoint,
-    }
-    if isinstance(change.get("z0"), Tensor) and change["z0"].dtype == torch.float32:
-        change = {"z0": change["z0"].double()}
-    call.update(change)
-    with pytest.raises(error, match=match):
-        eq.fixed_point(**call)
-
-
-def test_a_tree_of_another_structure_is_an_error() -> None:
-    with pytest.raises(ValueError, match="structure"):
-        eq.fixed_point(lambda s: [s[0], s[1]], (torch.zeros(2, 3), torch.zeros(2, 3)))
+    call: dict[str, Any] = {"fn": TANH.fn, "z0": TANH.start, "args": TANH.parameters}
+    with pytest.raises(TypeError, match=match):
+        eq.fixed_point(**{**call, **change})
 
 
 @pytest.mark.parametrize("adjoint", ADJOINTS, ids=repr)
@@ -148,33 +120,14 @@ def test_a_solve_that_fails_warns_once_with_advice(adjoint: Any) -> None:
 
 
 @pytest.mark.parametrize("adjoint", ADJOINTS, ids=repr)
-def test_throw_raises_and_carries_the_solution(adjoint: Any) -> None:
-    with pytest.raises(eq.NotConvergedError, match="2 of 2 samples") as caught:
-        eq.fixed_point(
-            lambda z: 0.99 * z + 1.0,
-            torch.zeros(2, 3),
-            solver=eq.Picard(max_steps=5),
-            adjoint=adjoint,
-            throw=True,
-        )
-    solution = caught.value.solution
-    assert isinstance(solution, eq.Solution)
-    assert (solution.result == eq.Result.max_steps).all()
-    assert solution.stats.steps.tolist() == [5, 5]
-    # zₖ = (1 − 0.99ᵏ)/0.01 after 4 to 10 evaluations: an iterate is there to be used.
-    assert 3.9 < float(solution.value.detach().mean()) < 9.6
-
-
-@pytest.mark.parametrize("adjoint", ADJOINTS, ids=repr)
 def test_throw_after_fixed_steps_raises_only_when_something_blew_up(adjoint: Any) -> None:
     """No tolerance was asked for, so running out of steps is no failure; NaN is."""
     solver = eq.Picard(rtol=0.0, atol=0.0, max_steps=30)
-    sol = eq.fixed_point(
-        lambda z: 0.99 * z + 1.0, torch.zeros(2, 3), solver=solver, adjoint=adjoint, throw=True
-    )
+    how = {"solver": solver, "adjoint": adjoint, "throw": True}
+    sol = eq.fixed_point(lambda z: 0.99 * z + 1.0, torch.zeros(2, 3), **how)
     assert (sol.result == eq.Result.fixed_steps).all()
     with pytest.raises(eq.NotConvergedError, match="nonfinite"):
-        eq.fixed_point(no_solution, torch.zeros(2, 3), solver=solver, adjoint=adjoint, throw=True)
+        eq.fixed_point(no_solution, torch.zeros(2, 3), **how)
 
 
 def test_each_sample_has_its_own_result() -> None:
@@ -242,64 +195,6 @@ def test_grad_mode_of_the_caller_is_left_as_it_was() -> None:
         with torch.set_grad_enabled(mode):
             quiet(lambda: eq.fixed_point(no_solution, torch.zeros(2, 3)))
             assert torch.is_grad_enabled() is mode
-
-
-# linear_solve --------------------------------------------------------------------------------
-
-
-def matrix() -> Tensor:
-    return torch.eye(4, dtype=torch.float64) + contraction(130, 4, 4)
-
-
-@pytest.mark.parametrize("solver", [None, eq.GMRES(rtol=1e-12), eq.GMRES(rtol=1e-12, restart=2)])
-def test_linear_solve_equals_the_dense_answer_with_gradients(solver: Any) -> None:
-    a = matrix().requires_grad_()
-    b = draw(131, 3, 4).requires_grad_()
-    sol = eq.linear_solve(lambda v: v @ a.T, b, solver=solver)
-    wanted = torch.linalg.solve(a, b.T).T
-    assert sol.converged.all()
-    torch.testing.assert_close(sol.value, wanted, **CLOSE)
-    found = torch.autograd.grad(loss_of(sol.value), (a, b))
-    assert_close(found, torch.autograd.grad(loss_of(wanted), (a, b)))
-    assert sol.stats.backward.solves == 1
-
-
-def test_linear_solve_has_second_derivatives() -> None:
-    a, b = matrix().requires_grad_(), draw(132, 2, 4).requires_grad_()
-
-    def run(a: Tensor, b: Tensor) -> Tensor:
-        return eq.linear_solve(lambda v: v @ a.T, b, solver=eq.GMRES(rtol=1e-13)).value
-
-    assert torch.autograd.gradcheck(run, (a, b), fast_mode=True)
-    assert torch.autograd.gradgradcheck(run, (a, b), fast_mode=True)
-
-
-def test_linear_solve_reports_the_residual_and_starts_from_x0() -> None:
-    a, b = matrix(), draw(135, 3, 4)
-    with pytest.warns(eq.ConvergenceWarning, match="linear_solve"):
-        rough = eq.linear_solve(lambda v: v @ a.T, b, solver=eq.GMRES(rtol=1e-12, max_steps=2))
-    gap = (b - rough.value @ a.T).norm(dim=1)
-    torch.testing.assert_close(rough.stats.residual, gap, rtol=1e-6, atol=1e-12)
-    torch.testing.assert_close(rough.stats.relative, gap / b.norm(dim=1), rtol=1e-6, atol=1e-12)
-    exact = torch.linalg.solve(a, b.T).T
-    warm = eq.linear_solve(lambda v: v @ a.T, b, x0=exact)
-    assert int(warm.stats.steps.max()) <= 1
-    torch.testing.assert_close(warm.value, exact, **CLOSE)
-
-
-def test_linear_solve_throws_with_the_solution() -> None:
-    singular = torch.diag(torch.tensor([1.0, 0.0], dtype=torch.float64))
-    b = torch.ones(1, 2, dtype=torch.float64)
-    with pytest.raises(eq.NotConvergedError, match="linear_solve") as caught:
-        eq.linear_solve(lambda v: v @ singular, b, throw=True)
-    assert not caught.value.solution.converged.any()
-
-
-def test_linear_solve_checks_shapes() -> None:
-    with pytest.raises(ValueError, match="shape"):
-        eq.linear_solve(lambda v: v[:, :1], torch.ones(2, 3))
-    with pytest.raises(TypeError, match="int64"):
-        eq.linear_solve(lambda v: v, torch.ones(2, 3, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("adjoint", [eq.Implicit(), eq.Phantom(steps=2), eq.Unrolled()])

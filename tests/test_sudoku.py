@@ -35,7 +35,7 @@ def test_a_puzzle_has_one_solution_and_needs_each_clue(sudoku: Any) -> None:
     found, solved = boards()
     grids = found[solved].reshape(-1, 16)
     assert len(grids) == 288
-    for seed in range(40):
+    for seed in range(12):
         solution, clues = (np.array(part) for part in sudoku.puzzle(seed, 2))
         fits = (grids == solution)[:, clues > 0]
         assert (grids[fits.all(1)] == solution).all(1).tolist() == [True]

@@ -45,7 +45,7 @@ class TestUnrolled(AdjointContract):
         return eq.Unrolled()
 
     def test_fixed_steps_of_anderson_compile_to_one_graph(self) -> None:
-        self.check_compiled(eq.Anderson(rtol=0.0, atol=0.0, max_steps=4, memory=3))
+        self.check_compiled(eq.Anderson(rtol=0.0, atol=0.0, max_steps=3, memory=2))
 
 
 class TestUnrolledWithCheckpoint(TestUnrolled):

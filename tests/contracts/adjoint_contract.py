@@ -575,12 +575,6 @@ class AdjointContract:
             # spectral_norm divides by an estimate of the norm: the same in both evaluations.
             self.check(fn, (), parameters, wanted)
 
-    def test_shared_module_parameters_accumulate_grad(self) -> None:
-        """loss.backward() fills .grad of a module's parameters."""
-        weight, x = self.base.leaves()
-        loss_of(self.solve(lambda z: self.base.fn(z, weight, x), self.base.start).value).backward()
-        assert_close([weight.grad, x.grad], self.wanted(self.base))
-
     # laws
 
     @settings(parent=LAW, max_examples=6)
@@ -682,7 +676,7 @@ class AdjointContract:
         weight, beside, alone = self.spoilt()
         assert_close([torch.func.grad(beside)(weight)], [torch.func.grad(alone)(weight)])
 
-    @settings(parent=LAW, max_examples=14)
+    @settings(parent=LAW, max_examples=8)
     @given(
         kind=st.sampled_from(sorted(HOSTILE)),
         sick_start=st.booleans(),

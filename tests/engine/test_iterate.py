@@ -138,15 +138,6 @@ def test_last_step_is_always_looked_at(max_steps: int) -> None:
     assert codes(solution)[0] == (Result.converged if max_steps > 1 else Result.max_steps)
 
 
-def test_converged_at_the_last_step_counts() -> None:
-    problem = problems.linear(2, radius=0.5)
-    steps = int(solve(problem, Picard(rtol=1e-8, block=1)).stats.steps.max())
-    again = solve(problem, Picard(rtol=1e-8, block=1, max_steps=steps))
-    assert again.converged.all()
-    short = solve_quietly(problem, Picard(rtol=1e-8, block=1, max_steps=steps - 1))
-    assert not short.converged.all()
-
-
 def test_compaction_reads_are_counted() -> None:
     problem = problems.mixed(8)
     with torch.no_grad(), problems.HostReads() as reads:

@@ -19,7 +19,7 @@ from equilibria.engine.krylov import LinearSolver
 from tests.contracts import problems
 from tests.contracts.problems import norm, randn
 
-law = settings(max_examples=25, deadline=None, derandomize=True)
+law = settings(max_examples=10, deadline=None, derandomize=True)
 RTOL = 1e-10  # the default in float64
 
 
@@ -205,8 +205,6 @@ def test_zero_right_hand_side_has_the_zero_answer(solver: LinearSolver) -> None:
     assert found.value[1].tolist() == [0.0] * 4
     assert float(found.stats.relative[1]) == 0.0
     assert int(found.stats.steps[1]) == 0
-    assert_solved(matrix[[0, 2]], b[[0, 2]], eq.linear_solve(times(matrix[[0, 2]]), b[[0, 2]],
-                                                             solver=solver))  # fmt: skip
     everywhere = eq.linear_solve(times(matrix), torch.zeros(3, 4).double(), solver=solver)
     assert everywhere.value.abs().sum() == 0
     assert everywhere.converged.all()
@@ -291,8 +289,6 @@ def test_cg_on_an_indefinite_sample_says_so() -> None:
         found = eq.linear_solve(times(matrix), b, solver=CG())
     assert found.converged.tolist() == [True, False, True]
     assert torch.isfinite(found.value).all()
-    assert_solved(matrix[[0, 2]], b[[0, 2]], eq.linear_solve(times(matrix[[0, 2]]), b[[0, 2]],
-                                                             solver=CG()))  # fmt: skip
     # GMRES minds no signs.
     assert_solved(matrix, b, eq.linear_solve(times(matrix), b))
 
@@ -301,15 +297,17 @@ def test_cg_on_an_indefinite_sample_says_so() -> None:
 def test_step_limit_is_reported_with_the_true_residual(solver: LinearSolver) -> None:
     matrix, b = positive(3, 20, 0, 1e-3), randn(3, 20, seed=1)
     cut = type(solver)(max_steps=6)
-    with pytest.warns(ConvergenceWarning, match="3 of 3 samples max_steps"):
+    said = r"linear_solve did not .* 3 of 3 samples max_steps"
+    with pytest.warns(ConvergenceWarning, match=said) as caught:
         found = eq.linear_solve(times(matrix), b, solver=cut)
+    assert caught[0].filename == __file__
     assert found.stats.steps.tolist() == [6] * 3
     residual = norm(b - times(matrix)(found.value))
     np.testing.assert_allclose(found.stats.residual, residual, rtol=1e-9)
     np.testing.assert_allclose(found.stats.relative, residual / norm(b), rtol=1e-9)
-    with pytest.raises(NotConvergedError, match="max_steps") as caught:
+    with pytest.raises(NotConvergedError, match=r"linear_solve .* max_steps") as raised:
         eq.linear_solve(times(matrix), b, solver=cut, throw=True)
-    assert torch.equal(caught.value.solution.value, found.value)
+    assert torch.equal(raised.value.solution.value, found.value)
 
 
 def test_gmres_minimizes_the_residual_over_the_krylov_space() -> None:
@@ -390,25 +388,11 @@ def test_products_are_counted(solver: LinearSolver) -> None:
     assert found.stats.evaluations == calls
     assert calls <= int(found.stats.steps.max()) + 3
     calls = 0
-    limited = type(solver)(max_steps=7, rtol=1e-14)
+    restarts = {"restart": 3} if isinstance(solver, GMRES) else {}  # they count too
+    limited = type(solver)(max_steps=7, rtol=1e-14, **restarts)
     with torch.no_grad(), pytest.warns(ConvergenceWarning):
         eq.linear_solve(product, b, solver=limited)
     assert calls <= 7 + 2  # "products with A, at most", the residual, and why it is too large
-
-
-def test_limit_of_products_includes_those_of_restarts() -> None:
-    """max_steps is documented as products with A, at most."""
-    calls = 0
-    matrix, b = positive(1, 12, 0, 1e-4), randn(1, 12, seed=1)
-
-    def product(x: Tensor) -> Tensor:
-        nonlocal calls
-        calls += 1
-        return times(matrix)(x)
-
-    with torch.no_grad(), pytest.warns(ConvergenceWarning):
-        eq.linear_solve(product, b, solver=GMRES(restart=3, max_steps=21))
-    assert calls <= 21 + 1  # and the residual
 
 
 # ---------------------------------------------------------------------- states
@@ -454,26 +438,26 @@ def test_channels_last_right_hand_side() -> None:
 
 @both
 def test_gradients_to_b_and_the_captured_matrix(solver: LinearSolver) -> None:
-    b = randn(2, 4, seed=1).requires_grad_()
-    free = (0.3 * randn(4, 4, seed=0)).requires_grad_()
+    b = randn(2, 3, seed=1).requires_grad_()
+    free = (0.3 * randn(3, 3, seed=0)).requires_grad_()
 
     def answer(b: Tensor, free: Tensor) -> Tensor:
-        matrix = free @ free.mT + torch.eye(4).double()  # an intermediate that the closure holds
+        matrix = free @ free.mT + torch.eye(3).double()  # an intermediate that the closure holds
         return eq.linear_solve(lambda x: x @ matrix, b, solver=type(solver)(rtol=1e-13)).value
 
-    assert torch.autograd.gradcheck(answer, (b, free))
-    assert torch.autograd.gradgradcheck(answer, (b, free))
+    assert torch.autograd.gradcheck(answer, (b, free), fast_mode=True)
+    assert torch.autograd.gradgradcheck(answer, (b, free), fast_mode=True)
 
 
 def test_gradients_of_a_nonsymmetric_system() -> None:
     """The backward system is the transposed one: a symmetric test would not see it."""
     b = randn(2, 4, seed=1).requires_grad_()
     matrix = (torch.eye(4).double() + 0.4 * randn(4, 4, seed=0)).requires_grad_()
-    solve = lambda b, m: eq.linear_solve(lambda x: x @ m.T, b, solver=GMRES(rtol=1e-13)).value
-    assert torch.autograd.gradcheck(solve, (b, matrix))
     expected = torch.linalg.solve(matrix, b.unsqueeze(-1)).squeeze(-1)
     weights = randn(2, 4, seed=5)
-    ours = torch.autograd.grad((solve(b, matrix) * weights).sum(), (b, matrix))
+    solution = eq.linear_solve(lambda x: x @ matrix.T, b, solver=GMRES(rtol=1e-13))
+    ours = torch.autograd.grad((solution.value * weights).sum(), (b, matrix))
+    assert solution.stats.backward.solves == 1
     dense = torch.autograd.grad((expected * weights).sum(), (b, matrix))
     for left, right in zip(ours, dense, strict=True):
         torch.testing.assert_close(left, right, rtol=1e-9, atol=1e-11)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import pickle
-import warnings
 
 import pytest
 import torch
 
 import equilibria as eq
-from equilibria import ConvergenceWarning, NotConvergedError, Result, Solution, Stats
+from equilibria import ConvergenceWarning, Result, Solution, Stats
 from equilibria.engine.result import describe_failures
 from tests.contracts import problems
 
@@ -52,30 +51,6 @@ def test_solution_of_a_solve_pickles() -> None:
     again = pickle.loads(pickle.dumps(solution))
     assert torch.equal(again.value, solution.value)
     assert torch.equal(again.stats.residual, solution.stats.residual)
-
-
-def test_warning_names_every_kind_of_failure_once() -> None:
-    problem = problems.with_bad_sample(problems.NAN, 0)
-    problem.args[2][1] = problems.GROWS
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        eq.fixed_point(problem.fn, problem.z0, problem.args, solver=eq.Picard(rtol=1e-8))
-    assert len(caught) == 1
-    text = str(caught[0].message)
-    assert issubclass(caught[0].category, ConvergenceWarning)
-    assert "1 of 5 samples nonfinite" in text
-    assert "1 of 5 samples diverged" in text
-    assert caught[0].filename == __file__
-
-
-def test_linear_solve_warns_by_its_own_name() -> None:
-    shift = torch.roll(torch.eye(6, dtype=torch.float64), 1, 0)
-    b = problems.randn(2, 6, seed=0)
-    with pytest.warns(ConvergenceWarning, match=r"linear_solve did not .* 2 of 2 samples") as seen:
-        eq.linear_solve(lambda x: x @ shift.T, b, solver=eq.GMRES(max_steps=3))
-    assert seen[0].filename == __file__
-    with pytest.raises(NotConvergedError, match="linear_solve"):
-        eq.linear_solve(lambda x: x @ shift.T, b, solver=eq.GMRES(max_steps=3), throw=True)
 
 
 def test_a_warning_points_at_the_line_of_the_user() -> None:

@@ -128,9 +128,9 @@ def test_penalty_of_a_tree_counts_all_leaves() -> None:
     """J = diag(2 on 3 numbers, 1 on 5): ‖J‖²_F/n = (4·3 + 5)/8."""
     z = {"a": torch.zeros(2, 3).double(), "b": torch.zeros(2, 5).double()}
     fn = lambda z: {"a": 2 * z["a"], "b": z["b"]}
-    found = eq.jacobian_penalty(fn, z, samples=4000, generator=generator())
-    # Var = 2Σσ⁴ = 2(16·3 + 5): deviation √(106/4000)/8 = 0.02; five of them.
-    torch.testing.assert_close(found, torch.full((2,), 17 / 8).double(), rtol=0, atol=0.1)
+    found = eq.jacobian_penalty(fn, z, samples=1000, generator=generator())
+    # Var = 2Σσ⁴ = 2(16·3 + 5): deviation √(106/1000)/8 = 0.04; five of them.
+    torch.testing.assert_close(found, torch.full((2,), 17 / 8).double(), rtol=0, atol=0.2)
 
 
 def test_penalty_is_differentiable_in_what_the_map_uses() -> None:

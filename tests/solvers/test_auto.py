@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -11,12 +10,7 @@ import torch
 import equilibria as eq
 from equilibria.engine import Solver
 from equilibria.solvers import choose_solver
-from tests.contracts.solver_contract import SolverContract
-
-
-class TestAutoOnMaps(SolverContract):
-    def solver(self, **options: Any) -> eq.Auto:
-        return eq.Auto(**options)
+from tests.contracts import problems
 
 
 @pytest.mark.parametrize(
@@ -46,6 +40,10 @@ def test_auto_is_options_and_steps_nowhere() -> None:
     assert repr(auto).startswith("Auto(rtol=1e-05, atol=0.0, max_steps=7")
     assert auto == eq.Auto(rtol=1e-5, max_steps=7) != eq.Auto()
     assert auto.for_map() == eq.Anderson(rtol=1e-5, max_steps=7)
+    problem = problems.mixed()
+    ways = (eq.Auto(rtol=1e-5), eq.Anderson(rtol=1e-5))
+    found = [eq.fixed_point(problem.fn, problem.z0, problem.args, solver=s).value for s in ways]
+    assert torch.equal(*found)
     bounds = lambda: (0.5, 1.8)
     assert auto.for_problem(bounds) == choose_solver(auto, bounds)
     with pytest.raises(ValueError, match="max_steps=0"):

@@ -29,14 +29,6 @@ class TestBestOfAnderson(SolverContract):
         return BestIterate(Anderson(**options))
 
 
-class TestBestOfPicard(SolverContract):
-    accelerated = False
-    returns_last_iterate = False
-
-    def solver(self, **options: Any) -> BestIterate:
-        return BestIterate(Picard(**options))
-
-
 def restless(batch: int = 4) -> problems.Problem:
     """Eigenvalues −1.02 … −1.08 beside small ones: the residual falls first, then grows."""
     growing = torch.linspace(-1.02, -1.08, batch)

@@ -52,7 +52,7 @@ def test_every_claim_is_expected_and_named_once() -> None:
     [pytest.param(n, marks=pytest.mark.slow) if n in DEAR else n for n in EXPECTED],
 )
 def test_verdicts(name: str) -> None:
-    record = run_claim(CLAIMS[name], Settings(trials=80, seconds=20.0))
+    record = run_claim(CLAIMS[name], Settings(trials=40, seconds=20.0))
     assert record.verdict == EXPECTED[name], record.sentence()
 
 

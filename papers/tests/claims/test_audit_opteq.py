@@ -22,6 +22,8 @@ from equilibria_papers.claims import (
 from equilibria_papers.claims.numerics import ACTIVATIONS, Random
 from equilibria_papers.claims.opteq_deep import cyclic_deep
 
+from .limited import limited
+
 VERDICTS = {
     "holds": """
         opteq.theorem1 opteq.table1.skip opteq.lemma1 opteq.lemma2 opteq.theorem3
@@ -45,9 +47,9 @@ def test_every_claim_has_an_expected_verdict() -> None:
 
 
 def quick(name: str) -> audit.Record:
-    claim = CLAIMS[name]
-    # Adversaries are tried in full by the command; here two seconds of them at most.
-    return audit.run_claim(claim, audit.Settings(trials=40, seconds=0.5, seed=1))
+    return audit.run_claim(
+        limited(CLAIMS[name], 3), audit.Settings(trials=40, seconds=60.0, seed=1)
+    )
 
 
 @pytest.mark.parametrize("name", sorted(set(EXPECTED) - SLOW))
@@ -204,5 +206,5 @@ def test_another_limit_of_sam_is_caught(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(opteq_training._Selection, "solution", nearest)
     monkeypatch.setattr(opteq_training, "_STEPS", 512)
-    found = audit.run_claim(CLAIMS["opteq.theorem5"], audit.Settings(trials=40, seconds=1.0))
+    found = audit.run_claim(CLAIMS["opteq.theorem5"], audit.Settings(trials=40, seconds=60.0))
     assert found.verdict == "fails"

@@ -1,13 +1,11 @@
-"""For every command: networks to look at, and pictures that take no time."""
+"""For every command: networks to look at."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from matplotlib.figure import Figure
 
 import equilibria as eq
 from tests.cli.running import Cli
@@ -17,17 +15,6 @@ from tests.cli.running import Cli
 def cli(capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest) -> Cli:
     """The command that a file of tests is about."""
     return Cli(capsys, *request.module.COMMAND)
-
-
-@pytest.fixture(autouse=True)
-def _coarse_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pictures of few pixels: what is drawn is the same, and the tests are faster."""
-    plain = Figure.savefig
-
-    def coarse(self: Any, path: Any, **options: Any) -> None:
-        plain(self, path, **{**options, "dpi": 30})
-
-    monkeypatch.setattr(Figure, "savefig", coarse)
 
 
 @pytest.fixture(scope="session")

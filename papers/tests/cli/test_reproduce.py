@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import io
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from equilibria_papers import tables
 from equilibria_papers.tables import describe, names
 from tests.cli.running import Cli
 
@@ -59,15 +60,10 @@ def refused(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> Callab
     ("arguments", "words"),
     [
         (("geq-tabel1",), "Did you mean geq-table1"),
-        (("geq-table1", "--only", "GEQ 9M"), "no row 'GEQ 9M'"),
         (("geq-table1", "--seeds", "one"), "--seeds one"),
-        (("geq-table1", "--seeds", "1,1"), "none of them twice"),
         (("geq-table1", "--set", "lrr=1"), "Did you mean 'lr'"),
-        (("geq-table1", "--set", "data=x"), "the table decides it"),
         (("geq-table1", "--device", "cuda:99x"), "--device"),
-        (("geq-table1", "geq-tabel2"), "Did you mean geq-table2"),
         (("geq-table1", "list"), "'list' stands alone; it was given with geq-table1"),
-        (("geq-table1", "geq-table1"), "none of them twice"),
         (("geq-table1", "geq-table2", "--only", "GEQ 9M"), "none of these tables has a row"),
     ],
 )
@@ -80,9 +76,6 @@ def test_wrong_values_are_said_and_cost_nothing(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("geq-table1", "--gather", "--parallel", "4"), "leave out --parallel, or"),
-        (("geq-table1", "--gather", "--parallel", "1"), "leave out --parallel, or"),
-        (("geq-table1", "--gather", "--minutes", "9"), "leave out --minutes, or"),
         (("geq-table1", "--gather", "--device", "cpu"), "leave out --device, or"),
         (("geq-table1", "--gather", "--data-root", "."), "leave out --data-root, or"),
         (("geq-table1", "--dry-run", "--gather"), "leave out --dry-run, or"),
@@ -91,9 +84,6 @@ def test_wrong_values_are_said_and_cost_nothing(
             "leave out --minutes, --parallel, or leave out --gather to train",
         ),
         (("list", "--gather", "--seeds", "0"), "--json; leave out --seeds, --gather."),
-        (("list", "--only", "GEQ", "--only", "b"), "--json; leave out --only."),
-        (("list", "-q"), "--json; leave out --quiet."),
-        (("list", "--smoke"), "leave out --smoke."),
         (("geq-table1", "--epochs", "3", "--set", "epochs=4"), "3, and --set epochs=4"),
     ],
 )
@@ -103,86 +93,45 @@ def test_flags_that_would_do_nothing_are_wrong_usage(
     assert words in refused(arguments, 2)
 
 
-def test_gathering_takes_what_decides_the_table(
-    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    chosen = ("--stand-in", "--epochs", "2", "--seeds", "0,1", "--only", "GEQ", "--set", "lr=0.1")
-    assert cli("geq-table3", "--gather", *chosen) == 1  # there is nothing
-    assert "nothing was run of geq-table3" in cli.read().err
-    # What was asked for in vain leaves no page behind.
-    assert not list((tmp_path / "results" / "reproduce").iterdir())
-
-
-def test_rows_of_nothing_are_a_sentence_and_notes_stand_once(
-    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
+def test_rows_of_nothing_are_a_sentence_and_notes_stand_once(tmp_path: Path, cli: Cli) -> None:
     places = ("--out", tmp_path / "out", "--runs", tmp_path / "runs")
+    places += ("--stand-in", "--epochs", "2", "--seeds", "0,1", "--set", "lr=0.1")
     ids = ("geq-table1", "kerdeq-table1")
     assert cli(*ids, "--gather", *places) == 1
     shown = cli.read()
-    assert len(shown.out.splitlines()) < 15  # 92 cells
     assert "no run folder has it" in " ".join(shown.out.split())
+    assert not list((tmp_path / "out").iterdir())  # asked for in vain: no page is left behind
     notes = [note for name in ids for note in describe(name).notes]
     assert len(set(notes)) < len(notes)
     for note in notes:
         assert shown.err.count(note) == 1
-    assert "written:" not in shown.err
     assert cli(*ids, "--gather", "-q", *places) == 1
     quiet = cli.read()
     assert quiet.out == shown.out
     assert quiet.err.startswith("error: nothing was run of geq-table1, kerdeq-table1.")
 
 
-_PROCESS = """
-import atexit, os, signal, sys, time
-from equilibria_papers import tables as experiments
-from equilibria.cli.app import main
-
-try:
-    main(["reproduce", "list"])
-except SystemExit as ended:
-    assert ended.code == 0, ended.code
-signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a process that has just begun
-
-def again():
-    os.kill(os.getpid(), signal.SIGINT)
-    time.sleep(0.2)
-
-def stopped(*_, **__):
-    raise KeyboardInterrupt("The 9 minutes are over.")
-
-atexit.register(again)
-experiments.reproduce_all = stopped
-main(["reproduce", "geq-table3", "--out", sys.argv[1]])
-"""
-
-
-@pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[bytes]:
-    """One process for two tests: its imports take seconds."""
-    return subprocess.run(
-        [sys.executable, "-c", _PROCESS, str(tmp_path_factory.mktemp("ended"))],
-        env={**os.environ, "PYTHONIOENCODING": "ascii"},
-        capture_output=True,
-        check=False,
-        timeout=120,
-    )
-
-
-def test_ctrl_c_as_the_interpreter_ends_is_not_heard(
-    ended: subprocess.CompletedProcess[bytes],
+def test_after_an_interruption_ctrl_c_is_not_heard_as_the_interpreter_ends(
+    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = b"The 9 minutes are over.\nThe same command goes on from there.\n"
-    assert ended.stderr == said
-    assert ended.returncode == 130
+    def stopped(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt("The 9 minutes are over.")
+
+    at_exit: list[object] = []
+    monkeypatch.setattr(tables, "reproduce_all", stopped)
+    monkeypatch.setattr("atexit.register", lambda *call: at_exit.append(call))
+    assert cli("geq-table3", "--out", tmp_path) == 130
+    assert cli.read().err == "The 9 minutes are over.\nThe same command goes on from there.\n"
+    assert at_exit == [(signal.signal, signal.SIGINT, signal.SIG_IGN)]
 
 
 def test_a_terminal_without_the_signs_gets_question_marks(
-    ended: subprocess.CompletedProcess[bytes],
+    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert b"cifar10 ?" in ended.stdout, ended.stderr
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii", write_through=True)
+    monkeypatch.setattr(sys, "stdout", out)
+    assert cli("list", "--out", tmp_path, "--data-root", tmp_path) == 0
+    assert b"cifar100 ?" in out.buffer.getvalue()  # type: ignore[attr-defined]
 
 
 @pytest.mark.slow
@@ -244,37 +193,6 @@ def test_two_ids_in_one_call(tmp_path: Path, cli: Cli) -> None:
     states = {one["id"]: one["status"] for one in cli.json("list", "--out", tmp_path / "out")}
     assert states["thesis-figure4.2"] == "smoke only"
     assert states["thesis-figure4.3"] == "not run"
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_side_by_side(tmp_path: Path, cli: Cli) -> None:
-    places = ("--out", tmp_path / "out", "--runs", tmp_path / "runs", "--device", "cpu")
-    ids = ("opteq-table9", "kerdeq-table3")
-    assert cli(*ids, "--smoke", "--parallel", "2", *places) == 0
-    shown = cli.read()
-    assert "opteq-table9" in shown.out
-    assert "kerdeq-table3" in shown.out
-    lines = [line for line in shown.err.splitlines() if "seed 0" in line]
-    # Table 9 is times alone: its jobs come last and one by one.
-    kinds = ["times" if ", times:" in line else "train" for line in lines]
-    assert kinds == sorted(kinds, key=("train", "times").index)
-    after = [line.split(": ")[1].split()[0] for line in lines if ", times:" in line]
-    assert set(after) == {"in"}
-    for one in cli.json(*ids, "--smoke", *places):
-        assert one["status"] == "smoke only"
-        assert all(cell["n"] == 1 for cell in one["cells"] if cell["status"] != "quoted")
-
-
-def test_nothing_at_hand_is_a_failure_that_says_why(
-    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("EQUILIBRIA_DATA", str(tmp_path / "cache"))
-    places = ("--out", tmp_path / "out", "--runs", tmp_path / "runs", "--data-root", tmp_path)
-    assert cli("geq-table3", *places) == 1
-    shown = cli.read()
-    assert "cifar100 is not at hand" in shown.err
-    assert "nothing was run" in shown.err
 
 
 @pytest.mark.slow

@@ -86,14 +86,3 @@ def test_wrong_options_say_what_is_wrong(
     assert cli(*arguments, "--out", tmp_path / "no") in (1, 2)
     assert said in cli.read().err
     assert not (tmp_path / "no").exists()
-
-
-def test_the_table_names_the_reading_and_the_help_says_what_repeats(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    said = cli.shown("--paper", "ours", "--only", "ours.polynomial", *QUICK)
-    assert "holds under: offset 1 (few trials)" in said
-    assert "$" not in said
-    assert cli("--help") == 0
-    assert cli.read().out.count("May be repeated") == 2

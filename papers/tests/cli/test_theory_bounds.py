@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import equilibria as eq
+from equilibria_papers.theory import bounds as module
 from tests.cli.running import Cli
 
 SMALL = ("--width", "6", "--epochs", "1", "--images", "6", "--pairs", "2", "--draws", "4")
@@ -32,7 +34,9 @@ def test_the_pair_on_the_digits(tmp_path: Path, cli: Cli) -> None:
     assert set(found["curves"]) == {"lipschitz", "similarity", "margin"}
 
 
-def test_json_only(cli: Cli) -> None:
+def test_json_only(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    few = functools.partial(module.demonstration_pair, samples=64)
+    monkeypatch.setattr(module, "demonstration_pair", few)
     assert cli(*SMALL, "--json") == 0
     shown = cli.read()
     found = json.loads(shown.out)
@@ -57,19 +61,17 @@ def test_a_network(tmp_path: Path, cli: Cli) -> None:
 def test_fewer_images_than_asked_for_are_told(
     tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from equilibria_papers.theory import bounds as room
-
     digits = eq.data.load("digits", "test").subset(range(3))
     monkeypatch.setattr("equilibria.data.load", lambda *_, **__: digits)
     model = eq.models.create("geq_digits", widths=(8, 8), hidden=8)
     file = eq.models.save(model, tmp_path / "model.safetensors", extra={"data": "digits"})
     seen: list[int] = []
 
-    def bounds(model: object, x: torch.Tensor, **_: object) -> room.Comparison:
+    def bounds(model: object, x: torch.Tensor, **_: object) -> module.Comparison:
         seen.append(len(x))
-        return room.Comparison(())
+        return module.Comparison(())
 
-    monkeypatch.setattr(room, "network_bounds", bounds)
+    monkeypatch.setattr(module, "network_bounds", bounds)
     said = cli.err(file, "--images", "100000", "--pairs", "4", code=0)
     assert "--images 100000: digits (test) has 3; all of them are taken" in said
     assert "--pairs 4: 3 images make 1" in said

@@ -31,8 +31,7 @@ def test_a_network_beside_its_weight_tied_twins(
     assert found[0]["center_loss"] == surface.center_loss()
     assert found[0]["converged"] == 1.0
     assert "converged" not in found[1]
-    for suffix in (".png", ".svg"):
-        assert (tmp_path / f"contours{suffix}").stat().st_size > 1000
+    assert "epoch2 repeat-6" in (tmp_path / "contours.svg").read_text()
     # The center is the network itself on these images.
     model = eq.models.load(checkpoints[-1])
     data = eq.data.load("digits", "train")
@@ -100,10 +99,3 @@ def test_other_settings_are_refused_until_told(
     assert "holds another landscape" in said
     assert "--overwrite" in said
     assert cli(checkpoints[0], *SMALL, "--out", tmp_path, "--seed", "1", "--overwrite") == 0
-
-
-def test_a_fresh_network_says_that_it_is_one(tmp_path: Path, cli: Cli) -> None:
-    code = cli("--model", "opteq_digits", *SMALL, "--out", tmp_path)
-    assert code == 0
-    said = " ".join(cli.read().err.split())
-    assert "opteq_digits with fresh weights (seed 0), untrained" in said

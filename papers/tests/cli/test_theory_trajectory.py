@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-import equilibria as eq
 from tests.cli.running import Cli
 
 COMMAND = ("theory", "trajectory")
@@ -31,7 +30,7 @@ def test_scales_without_weights(tmp_path: Path, cli: Cli) -> None:
         assert last["std 0.01", solver] < 0.1 * last["std 1", solver]
     assert len(found["rows"][0]["mean_residual"]) == 12
     for name in ("residuals.png", "residuals.svg", "paths.png", "paths.svg"):
-        assert (tmp_path / "out" / name).stat().st_size > 1000
+        assert "std 0.01" in (tmp_path / "out" / name).read_text()
     assert not (tmp_path / "out" / "classes.png").exists()
 
 
@@ -49,32 +48,14 @@ def test_a_bounded_layer_is_named_by_the_scale_in_effect(
     assert first in (tmp_path / "residuals.svg").read_text("utf-8")
 
 
-def test_fewer_images_than_asked_for_are_told(
-    checkpoints: list[Path],
-    tmp_path: Path,
-    cli: Cli,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    digits = eq.data.load("digits", "test").subset(range(5))
-    monkeypatch.setattr("equilibria.data.load", lambda *_, **__: digits)
-    arguments = ("--images", "100000", "--steps", "2", "--solvers", "own", "--out", tmp_path)
-    assert cli(checkpoints[0], *arguments, "--json") == 0
-    printed = cli.read()
-    said = " ".join(printed.err.split())
-    assert "--images 100000: digits (test) has 5; all of them are taken" in said
-    assert json.loads(printed.out)["data"]["images"] == 5
-
-
 def test_checkpoints_are_drawn_by_class(checkpoints: list[Path], tmp_path: Path, cli: Cli) -> None:
-    code = cli(*checkpoints, *SMALL, "--solvers", "own,anderson", "--out", tmp_path)
-    assert code == 0
+    assert cli(*checkpoints[:2], *SMALL, "--solvers", "own,anderson", "--out", tmp_path) == 0
     printed = cli.read()
     assert "untrained" not in printed.err
-    assert "epoch2" in printed.out
-    assert "wrote" in printed.out
+    assert "epoch1" in printed.out
     found = json.loads((tmp_path / "trajectory.json").read_text())
-    assert list(found["between_classes"]) == ["epoch0", "epoch1", "epoch2"]
+    assert list(found["between_classes"]) == ["epoch0", "epoch1"]
     assert all(0 <= v <= 1 for v in found["between_classes"].values())
     assert {row["solver"] for row in found["rows"]} == {"own", "anderson"}
     assert all(math.isfinite(row["last_residual"]) for row in found["rows"])
-    assert (tmp_path / "classes.svg").stat().st_size > 1000
+    assert "epoch1" in (tmp_path / "classes.svg").read_text()

@@ -22,13 +22,6 @@ def _supplied(tmp_path: Path, smoke: bool = False, **changes: Any) -> Supplied:
     return supply(one, progress=False)
 
 
-def test_first_half_learns_five_classes_and_is_judged_on_ten(tmp_path: Path) -> None:
-    found = _supplied(tmp_path, classes="first half")
-    assert found.train.classes == tuple("01234")
-    assert set(torch.as_tensor(found.train.targets).tolist()) == set(range(5))
-    assert found.test.num_classes == 10
-
-
 def test_superclasses_of_a_smoke_test_leave_a_class_unseen(tmp_path: Path) -> None:
     found = _supplied(tmp_path, smoke=True, classes="superclass")
     assert found.train.classes == ("below 5", "from 5 on")

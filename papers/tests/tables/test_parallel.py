@@ -140,24 +140,6 @@ def test_a_smoke_test_passes_nothing_over(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ctrl_c_reaches_a_worker_which_saves(tmp_path: Path) -> None:
-    choices = tiny.choices(tmp_path, parallel=2)
-    job = tiny.job(recipe=LONG)
-    saved = plan_of(job, choices)[0].folder / "last.ckpt"
-    stops: list[float] = []
-
-    def stop() -> None:
-        stops.append(time.time())
-        os.kill(os.getpid(), signal.SIGINT)
-
-    soon(saved.exists, stop)
-    with pytest.raises(KeyboardInterrupt):
-        reproduce(table("stopped", job), choices)
-    assert saved.stat().st_mtime >= stops[0]
-    assert [line["outcome"] for line in read_log(tmp_path / "results")] == ["interrupted"]
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_limit_of_time_saves_and_the_next_call_goes_on(tmp_path: Path) -> None:
     made = table("parts", tiny.job("a"), other("b", 0.04), other("c", 0.03))

@@ -82,6 +82,7 @@ def test_cells_of_several_tables() -> None:
     ((found, cells),) = cells_asked([one, two], ("GEQ 5M",))
     assert found is one
     assert {cell.row for cell in cells} == {"GEQ 5M"}
+    assert len(plan(cells, Choices())) == 2
     with pytest.raises(ValueError, match="none of these tables has a row 'GEQ 9M'"):
         cells_asked([one, two], ("GEQ 5M", "GEQ 9M"))
     with pytest.raises(ValueError, match="none of them twice"):
@@ -101,7 +102,7 @@ def test_milestones_move_with_the_epochs() -> None:
     assert milestones(epochs=20, milestones=[7]) == (7,)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=20)
 @given(epochs=st.integers(1, 400))
 def test_any_number_of_epochs_can_be_asked_for(epochs: int) -> None:
     job = describe("opteq-table8").jobs[0]
@@ -131,19 +132,13 @@ def test_missing_data_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         ({"overrides": {"lrr": 1}}, "Did you mean 'lr'"),
         ({"overrides": {"epochs": 0}}, "at least 1"),
         ({"overrides": {"epochs": 1.5}}, "whole number"),
+        ({"gather": True, "minutes": 9.0}, r"gather=True, .*minutes=9.0.*leave them out"),
+        ({"gather": True, "parallel": 4}, r"gather=True, .*parallel=4.*leave them out"),
     ],
 )
 def test_choices_are_checked(wrong: dict[str, Any], words: str) -> None:
     with pytest.raises((ValueError, TypeError), match=words):
         Choices(**wrong)
-
-
-def test_rows_are_checked() -> None:
-    with pytest.raises(ValueError, match="no row 'GEQ 9M'"):
-        describe("geq-table1").cells_of(("GEQ 9M",))
-    cells = describe("geq-table1").cells_of(("GEQ 5M",))
-    assert {cell.row for cell in cells} == {"GEQ 5M"}
-    assert len(plan(cells, Choices())) == 2
 
 
 def test_what_stands_in_is_the_training_of_the_tables_on_those_data(tmp_path: Path) -> None:
@@ -182,14 +177,6 @@ def test_a_model_with_new_defaults_is_trained_again(monkeypatch: pytest.MonkeyPa
     then = [plan([cell], Choices(overrides={"epochs": 10}))[0].key for cell in cells]
     assert then[1] == "a3c9bd2792"  # four steps of the certificate's size
     assert not set(now) & set(then)
-
-
-@pytest.mark.parametrize("given", [{"minutes": 9.0}, {"parallel": 4}])
-def test_what_is_of_trainings_is_refused_where_nothing_is_trained(given: dict[str, Any]) -> None:
-    (said,) = (f"{name}={value}" for name, value in given.items())
-    with pytest.raises(ValueError, match=f"gather=True, .*{said}.*leave them out"):
-        Choices(gather=True, **given)
-    assert Choices(gather=True).gather
 
 
 @pytest.mark.parametrize(("size", "name"), [("5M", "5m"), ("8M", "8m")])

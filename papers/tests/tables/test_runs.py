@@ -110,25 +110,6 @@ def test_a_measure_that_fails_for_one_table_leaves_the_other_its_number(tmp_path
     assert found[1].cells[0].why == "failed: KeyError: 'no such measure'"
 
 
-def test_the_log_has_every_run(tmp_path: Path) -> None:
-    reproduce(tiny.table(), tiny.choices(tmp_path, overrides={"epochs": 1}))
-    (line,) = read_log(tmp_path / "results")
-    assert line["outcome"] == "done"
-    assert (line["id"], line["job"], line["change"]) == ("tiny-table", "tiny", "epochs=1")
-    assert line["result"]["accuracy"] > 0
-    assert line["seconds"] > 0
-    assert {"commit", "device", "command", "date", "key", "seed"} <= set(line)
-    kept = json.loads((tmp_path / "results" / "tiny-table--epochs=1.json").read_text())
-    assert kept["status"] == "measured"
-    assert kept["change"] == "epochs=1"
-
-
-def test_a_smoke_test_is_no_line_of_the_log(tmp_path: Path) -> None:
-    reproduce(tiny.table(), tiny.choices(tmp_path, smoke=True))
-    assert not read_log(tmp_path / "results")
-    assert {line["smoke"] for line in read_log(tmp_path / "results" / "smoke")} == {True}
-
-
 def test_a_failure_is_logged_and_the_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,7 +123,7 @@ def test_a_failure_is_logged_and_the_others_go_on(
         table,
         cells=(tables.Cell(row="bad", column="accuracy in %", job=bad), *table.cells),
     )
-    result = reproduce(mixed, tiny.choices(tmp_path, overrides={"epochs": 1}))
+    result = reproduce(mixed, tiny.choices(tmp_path))
     assert result.cells[0].why == "failed: RuntimeError: the measure broke"
     assert result.cells[1].mean is not None
     assert result.status == "partly"
@@ -174,7 +155,7 @@ def test_ctrl_c_as_a_training_ends_begins_no_other(
             signal.raise_signal(signal.SIGINT)
         save(self, *given)
 
-    asked, told = tiny.choices(tmp_path, seeds=(0, 1), overrides={"epochs": 1}), list[str]()
+    asked, told = tiny.choices(tmp_path, seeds=(0, 1)), list[str]()
     with monkeypatch.context() as patch:
         patch.setattr(Run, "save", pressed)
         with pytest.raises(KeyboardInterrupt, match="training is complete"):
@@ -212,13 +193,23 @@ def test_no_training_is_begun_when_the_time_is_over(
     assert kept["cells"][0]["n"] == 1  # what was done is in the table
 
 
-def test_seeds_are_averaged_over_calls(tmp_path: Path) -> None:
-    short = {"overrides": {"epochs": 1}}
-    reproduce(tiny.table(), tiny.choices(tmp_path, **short))
-    result = reproduce(tiny.table(), tiny.choices(tmp_path, seeds=(1,), **short))
+def test_seeds_are_averaged_over_calls_and_the_log_has_every_run(tmp_path: Path) -> None:
+    faster = {"overrides": {"lr": 0.1}}
+    reproduce(tiny.table(), tiny.choices(tmp_path, **faster))
+    result = reproduce(tiny.table(), tiny.choices(tmp_path, seeds=(1,), **faster))
     assert [s.seed for s in result.cells[0].samples] == [0, 1]
     assert result.cells[0].std is not None
     assert result.seeds == (0, 1)
+    lines = read_log(tmp_path / "results")
+    assert [line["seed"] for line in lines] == [0, 1]
+    for line in lines:
+        assert (line["id"], line["job"], line["change"]) == ("tiny-table", "tiny", "lr=0.1")
+        assert line["outcome"] == "done"
+        assert line["result"]["accuracy"] > 0
+        assert line["seconds"] > 0
+        assert {"commit", "device", "command", "date", "key"} <= set(line)
+    kept = json.loads((tmp_path / "results" / "tiny-table--lr=0.1.json").read_text())
+    assert (kept["status"], kept["change"]) == ("measured", "lr=0.1")
 
 
 def test_missing_data_leave_a_row_out(tmp_path: Path) -> None:
@@ -248,10 +239,11 @@ def test_listing_reads_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         return found.status, found.measured
 
     assert state() == ("not run", 0)
-    short = {"overrides": {"epochs": 1}}
     reproduce(tiny.table(), tiny.choices(tmp_path, smoke=True))
     assert state() == ("smoke only", 0)
-    reproduce(tiny.table(), tiny.choices(tmp_path, **short))
+    assert not read_log(out)  # a smoke test is no line of the log
+    assert {line["smoke"] for line in read_log(out / "smoke")} == {True}
+    reproduce(tiny.table(), tiny.choices(tmp_path, overrides={"epochs": 1}))
     assert state() == ("measured (epochs=1)", 2)
     reproduce(tiny.table(), tiny.choices(tmp_path))
     assert state() == ("measured; measured (epochs=1)", 2)
@@ -297,21 +289,19 @@ def test_graphs_where_they_fit(
     assert runs._made_fast(one, asked).cuda_graphs is expected
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_number_that_is_none_costs_no_table(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runs, "MEASURES", {**MEASURES, "odd": lambda scene: {"x": value}})
+    numbers = {"nan": math.nan, "inf": math.inf}
+    monkeypatch.setattr(runs, "MEASURES", {**MEASURES, "odd": lambda scene: numbers})
     job = tiny.job(measures=("quality", "odd"))
-    cells = (
-        tables.Cell(row="r", column="x", job=job, metric="x"),
-        tables.Cell(row="r", column="accuracy", job=job),
-    )
+    metrics = (*numbers, "accuracy")
+    cells = tuple(tables.Cell(row="r", column=m, job=job, metric=m) for m in metrics)
     odd = dataclasses.replace(tiny.table(), id="odd", cells=cells)
     for _ in range(2):  # the second reads the files
-        found = reproduce(odd, tiny.choices(tmp_path)).cells
-        assert not math.isfinite(found[0].values[0])
-        assert found[1].values[0] > 0
+        found = [cell.values[0] for cell in reproduce(odd, tiny.choices(tmp_path)).cells]
+        assert not any(map(math.isfinite, found[:2]))
+        assert found[2] > 0
 
 
 def test_a_damaged_file_of_numbers_is_measured_anew(
@@ -403,11 +393,6 @@ def test_ctrl_c_in_the_same_step_does_not_cut_it(tmp_path: Path) -> None:
             run(config(tmp_path / folder), callbacks=own)
         assert caught.value.exact
         assert _progress(tmp_path / folder)["step"] == 1
-
-
-def test_before_its_time_it_does_nothing(tmp_path: Path) -> None:
-    result = run(config(tmp_path, epochs=1), callbacks=[StopWhenAsked(Stop(time.time() + 1e6))])
-    assert result.history[-1]["epoch"] == 1
 
 
 def test_a_file_or_a_parent_that_is_gone_ask_too(tmp_path: Path) -> None:

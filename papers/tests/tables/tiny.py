@@ -8,7 +8,7 @@ from typing import Any
 from equilibria_papers.tables import Cell, Choices, Experiment, Job, Published
 
 OPTIONS = {"widths": [4], "depth": 1}
-RECIPE = {"epochs": 2, "batch_size": 64, "lr": 0.05, "schedule": "constant", "validation": 0.25}
+RECIPE = {"epochs": 1, "batch_size": 64, "lr": 0.05, "schedule": "constant", "validation": 0.25}
 
 
 def job(name: str = "tiny", **changes: Any) -> Job:

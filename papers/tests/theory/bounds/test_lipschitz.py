@@ -98,7 +98,7 @@ def test_power_iteration_finds_the_norm_of_the_jacobian() -> None:
             ends = x[i].repeat(2, 1)
             ends[0, j] += 1e-5
             ends[1, j] -= 1e-5
-            z = iterate_geq(w.numpy(), (ends @ u.mT).numpy(), 0.3)
+            z = iterate_geq(w.numpy(), (ends @ u.mT).numpy(), 0.3, 800)
             columns.append((z[0] - z[1]) / 2e-5)
         dense = np.linalg.norm(np.array(columns).T, 2)
         assert float(found[i]) == pytest.approx(dense, rel=1e-4)

@@ -85,14 +85,6 @@ def test_surfaces_share_one_color_scale() -> None:
     np.testing.assert_allclose([low, high], [0.1, 31.0])
 
 
-@pytest.mark.parametrize(("top", "extended"), [(None, "neither"), (1.0, "max"), (50.0, "neither")])
-@pytest.mark.parametrize("log", [True, False])
-def test_an_arrow_only_where_something_is_cut(top: float | None, extended: str, log: bool) -> None:
-    figure = contour_figure([bowl(1.0), bowl(10.0)], top=top, log=log)
-    panels = figure.axes[:2]
-    assert {panel.collections[0].extend for panel in panels} == {extended}
-
-
 def test_the_first_direction_goes_to_the_right() -> None:
     surface = bowl()
     tilted = dataclasses.replace(
@@ -122,14 +114,6 @@ def test_holes_and_failed_solves_are_drawn_apart(tmp_path: Path) -> None:
         if hasattr(c, "hatches")
     )
     assert all(p.stat().st_size > 1000 for p in save_picture(figure, tmp_path / "holes"))
-
-
-def test_flat_surfaces() -> None:
-    flat = bowl()
-    flat.values["loss"].fill_(1.0)
-    for log in (True, False):
-        norm = contour_figure([flat], log=log).axes[0].collections[0].norm
-        assert 0 < norm.vmin <= 1.0 < norm.vmax
 
 
 def test_what_cannot_be_drawn() -> None:

@@ -93,7 +93,7 @@ def test_equilibrium_layers_against_central_differences(name: str) -> None:
         torch.testing.assert_close(found.matrix, expected, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", ["opteq_digits", "geq_digits", "explicit_digits"])
+@pytest.mark.parametrize("name", ["geq_digits", "explicit_digits"])
 def test_named_networks_by_both_routes(name: str) -> None:
     torch.manual_seed(0)
     model = eq.models.create(name)
