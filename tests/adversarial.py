@@ -352,7 +352,9 @@ def _judge_implicit(
     if not allowed < 0.3:
         return []
     name = "the unrolled gradient" if unrolled else "the implicit gradient"
-    return _compare((x_grad[rows], w_grad), truth, allowed, name)
+    # The gradient in W is a sum over samples, whose terms may cancel.
+    terms = float((truth[0].abs().T @ (z / case.scale).abs()).amax())
+    return _compare((x_grad[rows], w_grad), truth, allowed, name, max(1e-37, allowed * terms))
 
 
 def _joint_jacobian(fn: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:
@@ -450,10 +452,11 @@ def judge_layer(seed: int, number: int) -> tuple[str, list[str]]:
             return (loss(step) - loss(-step)) / (2.0 * step)
 
         coarse, fine = difference(1e-3), difference(1e-4)
+        beside_kink = difference(1e-6)  # a kink within 1e-4 is not within 1e-6
     if any("converge" in str(h.message) or "tolerance" in str(h.message) for h in heard):
         return text, []
     error = abs(coarse - fine) + 1e-3 * (abs(fine) + 1e-4)  # kinks and curvature, solver noise
-    if abs(slope - fine) > 5.0 * error:
+    if min(abs(slope - fine), abs(slope - beside_kink)) > 5.0 * error:
         return text, [f"the gradient is {slope:.6g}, central differences {fine:.6g} (bad={bad})"]
     return text, []
 
@@ -469,7 +472,8 @@ PRIORS: dict[str, tuple[eq.Prior, Callable[[Tensor], Tensor]]] = {
     "shifted": (eq.ShiftedNonNegative(0.2), lambda v: torch.relu(v - 0.2)),
     "tanh": (eq.Tanh(), torch.tanh),
     "logistic": (eq.Logistic(), torch.sigmoid),
-    "softplus": (eq.Softplus(), F.softplus),
+    # F.softplus(v) is v above 20, off by up to 2e-9.
+    "softplus": (eq.Softplus(), lambda v: torch.logaddexp(v, torch.zeros_like(v))),
 }
 """A prior and its activation, prox_f."""
 
@@ -607,8 +611,8 @@ def judge_problem(seed: int, number: int) -> tuple[str, list[str]]:
     if shown and len(shown[0]) != batch:
         found.append(f"the callback saw {len(shown[0])} residuals of {batch} samples")
     exact = sol.converged.all() and not isinstance(adjoint, eq.Phantom) and not solver.fixed_steps
-    if isinstance(adjoint, eq.Unrolled) and slope >= 1.0:
-        exact = False  # the path of an expanding map may be chaotic, and so its derivative
+    if isinstance(adjoint, eq.Unrolled) and (slope >= 1.0 or int(sol.stats.steps.max()) > 40):
+        exact = False  # an expanding or long path may be chaotic, and so its derivative
     if not exact or any("backward" in str(h.message) for h in heard):
         return text, found
     if leaf[0].grad is None or leaf[1].grad is None:
@@ -628,6 +632,8 @@ def judge_problem(seed: int, number: int) -> tuple[str, list[str]]:
         ours = (leaf[0].grad, leaf[1].grad)
         # Where every entry is clamped the truth is zero, and steps before it leave rounding.
         floor = 100 * EPS[dtype] * float(g.abs().amax())
+        if isinstance(adjoint, eq.Unrolled):
+            floor = RTOL[dtype] * float(g.abs().amax())  # nearly collinear residuals amplify it
         found += _compare(ours, (truth[0], truth[1]), allowed, "the gradient", floor)
     return text, found
 

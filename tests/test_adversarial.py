@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import equilibria as eq
-from tests.adversarial import draw, search
+from tests.adversarial import draw, run_case, search
 
 
 def test_a_short_search_finds_nothing_wrong() -> None:
@@ -41,6 +41,14 @@ def test_fixed_steps_that_meet_nan_late_harm_no_weight(seed: int, number: int) -
     (sol.value[good] * case.g[good]).sum().backward()
     assert w.grad is not None
     assert torch.isfinite(w.grad).all()
+
+
+def test_a_large_unrolled_problem_has_a_gradient_after_a_restart() -> None:
+    """Anderson's emptied slots counted as residuals of length 1 beside others of 1e109: NaN."""
+    text, wrong = run_case(2801, 58176)
+    assert "scale 1.7e+109" in text
+    assert "Unrolled" in text
+    assert not wrong
 
 
 @pytest.mark.slow

@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from equilibria_papers.tables.unseen_classes import known_unknown_kl, superclass_split
-from tests.evaluation.standins import FromTable, random_data, table_data
+from tests.evaluation.standins import FromTable, dataset, random_data
 
-DATA, CPU = table_data(torch.arange(12) % 6, 6), torch.device("cpu")
+# Image i holds the number i, so that FromTable finds its row.
+IMAGES = torch.arange(12, dtype=torch.uint8).repeat_interleave(16).view(12, 1, 4, 4)
+DATA, CPU = dataset(IMAGES, torch.arange(12) % 6, 6), torch.device("cpu")
 
 
 def test_a_network_that_is_always_certain_has_ln_k() -> None:

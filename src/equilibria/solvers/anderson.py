@@ -213,10 +213,11 @@ def _balanced(gram: Tensor, ones: Tensor) -> Tensor:
     The same weights; but the derivative of a solve holds G⁻² and overflows for short residuals.
     """
     unit = gram.detach().diagonal(dim1=1, dim2=2).rsqrt().unsqueeze(2)
-    right = unit / unit.amax(1, keepdim=True)
-    system, given = unit * gram * unit.mT, right * ones
+    right = ones * unit  # without the slots that a restart has emptied, whose size is arbitrary
+    right = right / right.amax(1, keepdim=True)
+    system = unit * gram * unit.mT
     if torch.compiler.is_exporting():
-        solution = right * eliminate(system, given)
+        solution = right * eliminate(system, right)
     else:
-        solution = right * torch.linalg.solve_ex(system, given).result
+        solution = right * torch.linalg.solve_ex(system, right).result
     return solution / solution.sum(1, keepdim=True)
