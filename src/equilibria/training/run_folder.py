@@ -39,7 +39,8 @@ from .lock import FolderLock, RunInUseError
 from .run_data import RunData
 
 ENTRY = "equilibria"
-FORMAT = 2
+FORMAT = 3
+_READ = (2, FORMAT)  # 2 also held the best epoch, which the history says
 MOST_VALUES = 2**22
 """Tensors, numbers and texts of a checkpoint."""
 
@@ -298,7 +299,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
             f"{path} is not a checkpoint of equilibria.training: it lacks the entry {ENTRY!r}. "
             "A file of weights alone, model.safetensors, cannot be resumed; models.load reads it."
         )
-    if entry.get("format") != FORMAT:
+    if entry.get("format") not in _READ:
         raise CheckpointError(
             f"{path} has format {entry.get('format')!r}, and this version reads format {FORMAT}. "
             f"Finish the run with equilibria {entry.get('version')}, which wrote it, or start a "
