@@ -232,6 +232,21 @@ def test_a_truncated_file_is_named(tmp_path: Path, keep: float) -> None:
         data.load("cifar10", root=tmp_path)
 
 
+def test_a_name_of_a_column_that_is_no_text_is_named(tmp_path: Path) -> None:
+    path = two_files(tmp_path)[0]
+    path.write_bytes(path.read_bytes().replace(b"label", b"l\xe6bel"))
+    with pytest.raises(DataError, match=r"a\.parquet is not a readable Parquet file"):
+        ParquetFiles([path])
+
+
+def test_fewer_rows_than_stated_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a damaged footer: rows that are not there are not read."""
+    files = ParquetFiles(two_files(tmp_path)[:1])
+    monkeypatch.setattr(files, "rows", [files.rows[0] + 1])
+    with pytest.raises(DataError, match=r"states \d+ rows, and column \w+ has \d+"):
+        files.image_rows(files.images()[0])[-1].read_bytes()
+
+
 def test_damage_inside_is_named(tmp_path: Path) -> None:
     path = two_files(tmp_path)[0]
     whole = bytearray(path.read_bytes())

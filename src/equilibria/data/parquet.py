@@ -213,13 +213,15 @@ class ParquetFiles:
         import pyarrow.parquet as pq
 
         rows = _AT_ONCE if column in self.images() else 2**16
-        for path in self.paths:
-            size = 0
+        for path, stated in zip(self.paths, self.rows, strict=True):
+            size = found = 0
             with _reading(path), pq.ParquetFile(path) as file:
                 for batch in file.iter_batches(rows, columns=[column]):
-                    size += batch.nbytes
+                    size, found = size + batch.nbytes, found + len(batch)
                     check_expansion(path, size)
                     yield batch
+                if found != stated:
+                    raise OSError(f"it states {stated} rows, and column {column} has {found}")
 
     def column(self, column: str) -> Any:
         import pyarrow as pa  # type: ignore[import-untyped, unused-ignore]
@@ -289,7 +291,7 @@ def _reading(file: Path) -> Iterator[None]:
 
     try:
         yield
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise DataError(
             f"{file} is not a readable Parquet file ({reason}). It may have been cut off while it "
