@@ -1,4 +1,4 @@
-"""As for the library's own tests; pictures are drawn in the tests of the theory alone."""
+"""As for the library's own tests; pictures are drawn in slow tests and in those of the theory."""
 
 from __future__ import annotations
 
@@ -21,5 +21,6 @@ def _pictures_in_words(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
     def write(self: Any, path: Path, **_: Any) -> None:
         path.write_text("\n".join(text.get_text() for text in self.findobj(Text)), "utf-8")
 
-    if "theory" not in request.path.parts:
+    daily = request.node.get_closest_marker("slow") is None
+    if daily and "theory" not in request.path.parts:
         monkeypatch.setattr(Figure, "savefig", write)
