@@ -97,6 +97,7 @@ def test_cifar100_has_superclasses(tmp_path: Path, binary: bool) -> None:
         ({b"data": np.zeros((1, 3072), np.uint8)}, "has no labels"),
         ({b"data": np.zeros((1, 3071), np.uint8), b"labels": [1]}, r"expected uint8 \[N, 3072\]"),
         ({b"data": np.zeros((2, 3072), np.uint8), b"labels": [1]}, r"labels are \(1,\) for 2"),
+        ({b"data": np.zeros((1, 3072), np.uint8), b"labels": ["1"]}, "not a list of integers"),
         ({b"data": np.zeros((1, 3072), np.uint8), b"labels": [10]}, "sample 0 has label 10"),
     ],
 )

@@ -40,6 +40,12 @@ def test_the_limits_themselves_are_allowed(monkeypatch: pytest.MonkeyPatch) -> N
     assert parse_yaml("") is None
 
 
+@pytest.mark.parametrize("text", ["a: !!int ''", "a: !!timestamp x", "a: !!bool x", "!!int _"])
+def test_a_value_that_is_not_what_its_tag_says(text: str) -> None:
+    with pytest.raises(ValueError, match="its tag"):
+        parse_yaml(text)
+
+
 @given(st.text("ab01:-[]{}&*<,!|>'\" \n#", max_size=60))
 @settings(deadline=None, max_examples=150)
 def test_any_text_is_read_as_before_or_refused(text: str) -> None:

@@ -85,7 +85,10 @@ def _pickled(file: Path, name: str) -> tuple[Tensor, ...]:
         raise DataError(f"{file}: data is {kind}; expected uint8 [N, {_PIXELS}].")
     found = [data.reshape(-1, 3, 32, 32)]
     for kind in (k for k in (key, "coarse_labels") if k in batch):
-        labels = torch.as_tensor(batch[kind])
+        try:
+            labels = torch.as_tensor(batch[kind])
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise DataError(f"{file}: {kind} are not a list of integers ({error}).") from error
         if labels.shape != (len(data),) or labels.is_floating_point():
             raise DataError(f"{file}: {kind} are {tuple(labels.shape)} for {len(data)} images.")
         found.append(labels.long())

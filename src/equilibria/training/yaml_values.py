@@ -34,6 +34,8 @@ def parse_yaml(text: str) -> Any:
     except RecursionError:
         deep = f"lists and mappings are nested deeper than {MOST_DEPTH}"
         raise ValueError(f"{deep}{_limit('MOST_DEPTH')}") from None
+    except (AttributeError, IndexError, KeyError, TypeError) as error:  # as PyYAML lets through
+        raise ValueError(f"a value is not of the type that its tag (!!) names ({error})") from None
     finally:
         loader.dispose()
 
