@@ -246,13 +246,15 @@ def examine(cell: Cell, data: Data, wanted: int) -> dict[str, Any]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """What ``examine`` found, as Markdown."""
-    heads = ["clues", *(f"{k} steps" for k in BUDGETS), "stood still", "of these solved"]
-    lines = [[*heads, "of the others", "steps: median, 90%"], ["---:"] * (len(heads) + 2)]
+    heads = ["clues", "stood still", "of these solved", "of the others", "steps: median, 90%"]
+    shown = [str(k) for k in BUDGETS[1::2]]
+    lines = [[*heads, f"solved after {', '.join(shown)} steps"], ["---:"] * (len(heads) + 1)]
     for row in rows:
-        line = [f"{row['clues']:.1f}", *(f"{share:.1%}" for share in row["solved after"].values())]
-        line += [f"{row[k]}" for k in ("stood still", "solved of these", "solved of the others")]
-        line[-3] += f" of {row['puzzles']}"
-        lines.append([*line, "{:.0f}, {:.0f}".format(*row["steps"]) if row["steps"] else "–"])
+        after = {str(k): share for k, share in row["solved after"].items()}
+        steps = "{:.0f}, {:.0f}".format(*row["steps"]) if row["steps"] else "–"
+        line = [f"{row['clues']:.1f}", f"{row['stood still']} of {row['puzzles']}"]
+        line += [f"{row[k]}" for k in ("solved of these", "solved of the others")]
+        lines.append([*line, steps, ", ".join(f"{after[k]:.1%}" for k in shown)])
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
