@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any
 
 import pytest
@@ -51,6 +52,17 @@ def changed(change: Any) -> Any:
     return logits
 
 
+def buffered(write: Any) -> Any:
+    """x₀ … x₃ and 99 times a plain tensor into which (buffer, x) writes."""
+
+    def logits(x: Tensor) -> Tensor:
+        buffer = torch.zeros(len(x), 4, dtype=x.dtype)
+        write(buffer, x)
+        return x[:, :4] + 99 * buffer
+
+    return logits
+
+
 def with_array(x: Tensor) -> Tensor:
     return x[:, :4] + 99 * torch.from_numpy(x.numpy())[:, 4:]
 
@@ -66,6 +78,13 @@ WAYS: dict[str, Any] = {
     "a branch by nonzero": lambda x: x[:, :4] if torch.is_nonzero(x[0, 0] > 0) else -x[:, :4],
     "a branch by allclose": lambda x: -x[:, :4] if torch.allclose(x, x.abs()) else x[:, :4],
     "an array": with_array,
+    "a buffer written": buffered(lambda b, x: b.__setitem__((slice(None), 0), x[:, 5])),
+    "a buffer copied to": buffered(lambda b, x: b.copy_(x[:, 4:])),
+    "a part of a buffer": buffered(lambda b, x: b[:, 1:].copy_(x[:, 5:])),
+    "a buffer as output": buffered(lambda b, x: torch.mul(x[:, 4:], 9, out=b)),
+    "a buffer added to": buffered(lambda b, x: operator.iadd(b, x[:, 4:])),
+    "a copy by torch.tensor": lambda x: x[:, :4] + 99 * torch.tensor(x[:, 4:]),
+    "a transform": lambda x: x[:, :4] + torch.vmap(lambda row: 99 * row)(x[:, 4:]),
     "parts": lambda x: x[:, :4] + 99 * x.chunk(2, 1)[1],
     "a maximum with its place": lambda x: x[:, :4] + 99 * x.max(1, keepdim=True)[0] * ONE,
     "rows": lambda x: x[:, :4] + 99 * torch.stack(list(x))[:, 4:],
@@ -102,6 +121,7 @@ class Way(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:This overload of add is deprecated")
+@pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
 @pytest.mark.parametrize("name", WAYS)
 def test_nothing_that_depends_on_the_input_escapes(name: str) -> None:
@@ -139,3 +159,20 @@ def test_the_error_of_a_function_is_charged(name: str, value: float, exact: floa
     found = eq.certify(Calls(lambda _: getattr(F, name)(x + 0 * _)), x)
     off = float((found.logits - exact).norm())
     assert 0 < off <= float(found.error)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace.* is deprecated")
+def test_scripted_modules_are_refused() -> None:
+    network = nn.Sequential(nn.Flatten(), torch.jit.trace(nn.Linear(4, 3), torch.zeros(1, 4)))
+    with pytest.raises(TypeError, match="scripted modules"):
+        eq.certify(network, torch.zeros(2, 1, 2, 2))
+
+
+def test_layers_may_use_torch_func_themselves() -> None:
+    """Inside a solve all tensors are plain."""
+    smooth = torch.vmap(lambda z, x: 0.5 * (z - 0.5 * x).square().sum())
+    layer = eq.nn.EquilibriumLayer(
+        lambda x: eq.Problem(eq.NonNegative(), smooth=smooth, x=x, bounds=(1.0, 1.0))
+    )
+    certificate = eq.certify(nn.Sequential(nn.Flatten(), layer, nn.Linear(4, 3)), torch.rand(2, 4))
+    assert certificate.label.shape == (2,)

@@ -43,7 +43,7 @@ from .function_bounds import UP
 from .guarantee import aligned, number, spread
 from .monotone_layer import entrywise
 from .rounding import direct_convolutions
-from .tracked import Tracked
+from .tracked import CannotFollowError, NoEscape, Tracked
 
 __all__ = [
     "Enclosed",
@@ -190,6 +190,11 @@ class TrackedNetwork:
 
     def __init__(self, model: nn.Module, solved: Solved = _tightly) -> None:
         self.name, self.notes = type(model).__name__, list[str]()
+        if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+            raise TypeError(
+                f"certify cannot follow the scripted modules of {self.name}; give the network as "
+                "it was before torch.jit."
+            )
         self.network = plain_copy(model).double()
         inside: set[nn.Module] = set()  # of modules that answer for all that they hold
         for name, module in self.network.named_modules():
@@ -207,9 +212,12 @@ class TrackedNetwork:
         lipschitz = 1.0 if norm == "2" else math.sqrt(math.prod(x.shape[1:])) * UP
         start = Tracked.wrap(exact, lipschitz, exact.new_zeros(len(x)), self.notes)
         start.entries = None if norm == "2" else exact.new_ones((1, *x.shape[1:]))
-        with warnings.catch_warnings(), direct_convolutions(x):
+        with warnings.catch_warnings(), direct_convolutions(x), NoEscape():
             warnings.simplefilter("ignore", ConvergenceWarning)
-            logits = self.network(start)
+            try:
+                logits = self.network(start)
+            except CannotFollowError as error:
+                raise TypeError(str(error)) from error
         if not isinstance(logits, Tracked) or logits.ndim != 2 or logits.shape[1] < 2:
             raise TypeError(
                 f"certify takes a network with logits [B, classes], and {self.name} gave "
@@ -279,7 +287,8 @@ def _intercept(
 
 def _enclosed(module: Enclosing, x: Tracked) -> Tensor:
     x = x.current()
-    found = module.enclose(x.plain())
+    with torch._C.DisableTorchFunction():  # plain tensors alone
+        found = module.enclose(x.plain())
     return x.passed(found.value, found.lipschitz, found.error)
 
 
@@ -302,8 +311,9 @@ def _solved(
 ) -> Solution[Any]:
     """A solve whose answer carries what the layer's certificate proves."""
     x = x.current()
-    solution = solve(x.plain(), z0, **options)
-    found = distance(layer, x.plain(), solution.value)
+    with torch._C.DisableTorchFunction():  # plain tensors alone; a problem may use torch.func
+        solution = solve(x.plain(), z0, **options)
+        found = distance(layer, x.plain(), solution.value)
     if found.lipschitz is None:
         notes.append(f"layer {name}: {found.note}")
     constant = math.inf if found.lipschitz is None else found.lipschitz

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from equilibria.engine.tree import sample_norm
@@ -18,7 +19,12 @@ from equilibria.problems.norms import SAFETY, UNIT
 
 from .function_bounds import RULES, UP, named
 
-__all__ = ["Tracked"]
+__all__ = ["CannotFollowError", "NoEscape", "Tracked"]
+
+
+class CannotFollowError(Exception):
+    """Why a network is not certified. No TypeError: an operator would take that as a hint to try
+    another one, such as ``a + b`` for ``a += b``."""
 
 
 class Tracked(Tensor):
@@ -84,9 +90,16 @@ class Tracked(Tensor):
             if func == _DATA:  # the same memory, but changes of it would not be counted
                 func, name = Tensor.detach, "detach"
             plain, options = pytree.tree_map_only(cls, cls.plain, (args, kwargs))
+            others = [t for t in leaves if type(t) is not cls and isinstance(t, Tensor)]
+            before = _versions(others)
             out = None if name in _READS else func(*plain, **options)
+            if _versions(others) != before:
+                raise CannotFollowError(
+                    f"certify cannot follow a network that writes values which depend on the input "
+                    f"into another tensor ({name}); make a new tensor of them (cat, stack)."
+                )
             if name in _READS or not _known_kinds(out):
-                raise TypeError(
+                raise CannotFollowError(
                     f"certify cannot follow a network that decides by its numbers ({name} of a "
                     "value that depends on the input)."
                 )
@@ -101,6 +114,27 @@ class Tracked(Tensor):
             if out is plain[0]:  # such as relu(x, inplace=True): x has these bounds, too
                 vars(args[0]).update(vars(found))
             return found
+
+
+class NoEscape(TorchFunctionMode):
+    """Refuses what would make plain tensors of tracked ones without asking them."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", str(func))
+        leaves = pytree.tree_leaves((args, kwargs))
+        copied = name in _COPIES and any(isinstance(leaf, Tracked) for leaf in leaves)
+        if copied or torch._C._functorch.peek_interpreter_stack() is not None:
+            what = name if copied else "torch.func"
+            raise CannotFollowError(f"certify cannot follow values of the input through {what}.")
+        return func(*args, **kwargs)
+
+
+_COPIES = {"tensor", "as_tensor", "asarray", "from_dlpack"}
+
+
+def _versions(tensors: list[Tensor]) -> list[int]:
+    """How often each was changed in place, as far as torch counts."""
+    return [0 if t.is_inference() else t._version for t in tensors]
 
 
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
