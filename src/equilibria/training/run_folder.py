@@ -301,7 +301,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         )
     if entry.get("format") not in _READ:
         raise CheckpointError(
-            f"{path} has format {entry.get('format')!r}, and this version reads format {FORMAT}. "
+            f"{path} has format {entry.get('format')!r}, and this version reads {_READ}. "
             f"Finish the run with equilibria {entry.get('version')}, which wrote it, or start a "
             "new one."
         )
