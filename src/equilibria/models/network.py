@@ -316,7 +316,7 @@ def patch_size(options: Mapping[str, Any]) -> int:
 def few_steps(steps: int, terms: int) -> dict[str, Any]:
     """``steps`` of the certificate's size and ``terms`` of the backward series.
 
-    Nothing waits for the device, and Gaussian layers take the fused path (problems/fused.py).
+    Nothing waits for the device; Gaussian layers and OptEq's state form take the fused path.
     """
     return {
         "solver": ProximalGradient(rtol=0.0, atol=0.0, max_steps=steps, accelerate=False),

@@ -1,8 +1,9 @@
-"""The Gaussian message and its derivative without autograd, for solves that know what they need.
+"""Messages and their derivatives without autograd, for solves that know what they need.
 
     message(a) = scale·e·v,   pull(a, g) = (dr, dM, dγ) of ⟨scale·g, e·v⟩,   r = a − c cut into rows
 
-Fused on a GPU where ``can_fuse`` allows it, plain elsewhere; both leave out samples that failed.
+and those of the linear kernel, scale·σ(Wz + c) with σ = ReLU. Fused on a GPU where ``can_fuse`` or
+cuDNN allows it, plain elsewhere; all leave out samples that failed.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from torch import Tensor
 
 from equilibria.engine.tree import sample_norm
 
+from .convolutions import convolve, convolve_add_relu
 from .gaussian import gaussian_message, gaussian_message_jvp
 from .gaussian_patches import TRITON, Cut, can_fuse, merge_rows, permuted, restored, split_rows
 
-__all__ = ["PatchMessage", "blank", "residual_norms", "threshold_sum"]
+__all__ = ["PatchMessage", "ReluMessage", "blank", "residual_norms", "threshold_sum"]
 
 
 class PatchMessage:
@@ -39,6 +41,10 @@ class PatchMessage:
             rate = self.gamma.to(torch.float32)
             # The kernels know a failed sample by γ < 0.
             self._rate = (rate if failed is None else torch.where(failed, -1.0, rate)).contiguous()
+
+    def image(self, z: Tensor | None, weight: Tensor, *, first: bool = False) -> Tensor | None:
+        """Wz; None is z = 0."""
+        return None if z is None else convolve(z, weight)
 
     def message(self, a: Tensor | None, scale: float) -> Tensor:
         """scale·e·v, [B, C, H, W] lying in memory as c; None is a = 0."""
@@ -100,6 +106,34 @@ class PatchMessage:
         return merge_rows(rows, self.c.shape, *self.cut, channels_last=last).to(self.c.dtype)
 
 
+class ReluMessage:
+    """σ(Wz + c) of one batch, c [B, C, H, W], with the methods of ``PatchMessage``.
+
+    The image is σ(Wz + c) itself, which says where σ′ = 1; 0 for the samples of ``failed`` [B].
+    """
+
+    def __init__(self, c: Tensor, failed: Tensor | None = None) -> None:
+        self.c, self.failed = c, failed
+
+    def image(self, z: Tensor | None, weight: Tensor, *, first: bool = False) -> Tensor:
+        """σ(Wz + c); None is z = 0. The ``first`` one of a solve shows the NaN of c."""
+        if z is None:
+            return self.c.relu()
+        a = convolve_add_relu(z, weight, self.c, 1.0, keep_nan=first)
+        return a if self.failed is None else blank(a, self.failed)
+
+    def message(self, a: Tensor | None, scale: float) -> Tensor:
+        assert a is not None
+        return a if scale == 1.0 else scale * a
+
+    def pull(
+        self, a: Tensor | None, g: Tensor, scale: float, *, with_metric: bool, with_gamma: bool
+    ) -> tuple[Tensor, None, None]:
+        """The gradient of ⟨scale·g, σ(Wz + c)⟩ in Wz, which is that in c."""
+        found: Tensor = torch.ops.aten.threshold_backward(g, a, 0)
+        return (found if scale == 1.0 else found.mul_(scale)), None, None
+
+
 def residual_norms(f: Tensor, z: Tensor | None) -> tuple[Tensor, Tensor]:
     """(‖f − z‖, ‖f‖) of every sample, [B], in float32 or better; None is z = 0."""
     if _vectors(f, f if z is None else z):
@@ -110,8 +144,11 @@ def residual_norms(f: Tensor, z: Tensor | None) -> tuple[Tensor, Tensor]:
     return (scale if z is None else sample_norm([f - z])), scale
 
 
-def threshold_sum(z: Tensor, g: Tensor, d: Tensor, y: Tensor, kappa: float) -> Tensor:
-    """g + κd + y where z > 0, else 0."""
+def threshold_sum(z: Tensor | None, g: Tensor, d: Tensor, y: Tensor, kappa: float) -> Tensor:
+    """g + κd + y where z > 0, else 0; with None everywhere, in place of y."""
+    if z is None:
+        total = y.add_(g)
+        return total if kappa == 0.0 else total.add_(d, alpha=kappa)
     if _vectors(z, g, d, y):
         from .pointwise_triton import masked_sum
 

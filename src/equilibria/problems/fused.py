@@ -1,15 +1,18 @@
-"""The fused path: a fixed number of steps on a Gaussian patch problem, with nothing between them.
+"""The fused path: a fixed number of steps on a convolutional problem, with nothing between them.
 
-    z ← T_τ(z) = ReLU((1 − τ)z − τWᵀm(Wz − c)),   m(r) = e·rM patch by patch,   ``max_steps`` times
+    z ← T_τ(z) = ReLU((1 − τ)z − τWᵀm(Wz − c)),   m(r) = e·rM patch by patch (Gaussian),
+    z ← T_τ(z) = (1 − τ)z + (τ/ν)Wᵀσ(Wz + c),     σ = ReLU (OptEq's state), ``max_steps`` times
 
 and, in the backward pass, u = Σₖ (Jᵀ)ᵏ g for k < ``steps`` of Phantom(form="neumann"), J = ∂T_τ/∂z:
 
-    Jᵀu = (1 − τ)d − τWᵀH(Wd),   d = u where T_τ(z) > 0,   H = the derivative of m (symmetric).
+    Jᵀu = (1 − τ)d − τWᵀH(Wd),   d = u where T_τ(z) > 0,   H = the derivative of m (symmetric),
+    Jᵀu = (1 − τ)u + (τ/ν)WᵀD(Wu),   D = 1 where Wz + c > 0, else 0.
 
 The answer is that of the general path (any solver, any adjoint, autograd). What is saved is
 everything around the arithmetic: one kernel a message, the update inside the second convolution,
 no pass for tests and clean-ups, no graph in the forward pass. Backward keeps c and z alone and
 evaluates T_τ(z) again: its active set is needed, as gradients are worse with the older one of z.
+For the linear kernel σ(Wz + c) is enough, one kernel of cuDNN; τ/ν is put into Wᵀ.
 
 The output is kept for the backward pass: what follows must not change it in place. A sample that
 diverges or meets NaN returns its start, gets no gradient and harms no other.
@@ -21,7 +24,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from equilibria.adjoints import Phantom
@@ -29,23 +31,36 @@ from equilibria.engine.adjoint import Adjoint
 from equilibria.engine.result import BackwardStats, Result, Solution, Stats
 from equilibria.engine.solver import Choice, Solver
 from equilibria.engine.transforms import functorch_active, transforms_active
-from equilibria.ops.gaussian_steps import PatchMessage, blank, residual_norms, threshold_sum
+from equilibria.ops.convolutions import convolve, convolve_add_relu, padding
+from equilibria.ops.gaussian_steps import (
+    PatchMessage,
+    ReluMessage,
+    blank,
+    residual_norms,
+    threshold_sum,
+)
 from equilibria.solvers import Picard, ProximalGradient
 
 from .gaussian import Gaussian
+from .kernels import Activated
 from .operators import ConvOperator
-from .priors import NonNegative
+from .priors import Free, NonNegative
 from .problem import Problem
 
 
 def serves(problem: Problem, choice: Choice, adjoint: Adjoint | None) -> bool:
     """Whether the fused path gives what these options ask for."""
     q = problem.coupling
-    if type(problem.prior) is not NonNegative or type(q) is not Gaussian:
-        return False
     if problem.regularizer is not None or not problem.ridge:
         return False
-    if q.patches is None or q.metric is None or not _plain(q.operator, q.c):
+    if type(q) is Activated:
+        known = type(problem.prior) is Free and type(q.prior) is NonNegative
+    elif type(q) is Gaussian:
+        cut = q.patches is not None and q.metric is not None
+        known = type(problem.prior) is NonNegative and cut
+    else:
+        return False
+    if not known or not _plain(q.operator, q.c):
         return False
     if not isinstance(choice.tau, float) or not _steps_alone(choice.solver):
         return False
@@ -80,10 +95,34 @@ class _Solve:
     tau: float
     steps: int
     terms: int
-    cut: tuple[int, int]
+    cut: tuple[int, int] | None  # the Gaussian's patches; None: the linear kernel
+    nu: float
     divergence: float
     zero_start: bool
     found: tuple[Tensor, Tensor, Tensor] | None = None  # residual, scale and result code, [B]
+
+    def __post_init__(self) -> None:
+        linear = self.cut is None
+        self.kappa = 1.0 - self.tau
+        self.inner = 1.0 if linear else -self.tau  # the factor of the message
+        self.outer = self.tau / self.nu if linear else 1.0  # and that of Wᵀ
+        self.sign = 1.0 if linear else -1.0  # of c in the message
+
+    def kernel(
+        self, c: Tensor, metric: Tensor | None, gamma: Tensor | None, failed: Tensor | None = None
+    ) -> PatchMessage | ReluMessage:
+        if self.cut is None:
+            return ReluMessage(c, failed)
+        assert metric is not None
+        assert gamma is not None
+        return PatchMessage(c, metric, gamma, self.cut, failed)
+
+    def advance(self, message: Tensor, flipped: Tensor, z: Tensor | None) -> Tensor:
+        """T_τ(z)."""
+        if self.cut is not None:
+            return convolve_add_relu(message, flipped, z, self.kappa)
+        found = convolve(message, flipped)
+        return found if z is None or self.kappa == 0.0 else found.add_(z, alpha=self.kappa)
 
 
 def fused_solve(
@@ -91,23 +130,26 @@ def fused_solve(
 ) -> Solution[Tensor]:
     """Solve from z0 [B, C, H, W]; ``zero_start`` says that z0 = 0, which saves a convolution."""
     q = problem.coupling
-    assert isinstance(q, Gaussian)
+    assert isinstance(q, Gaussian | Activated)
     assert isinstance(q.operator, ConvOperator)
-    assert q.patches is not None
-    assert q.metric is not None
     assert isinstance(choice.tau, float)
     q.check_state(z0)
+    cut, metric, gamma = None, None, None
+    if isinstance(q, Gaussian):
+        assert q.patches is not None
+        cut, metric, gamma = (q.patches.channels, q.patches.size), q.metric, q.gamma
     run = _Solve(
         tau=choice.tau,
         steps=choice.solver.max_steps,
         terms=adjoint.steps if isinstance(adjoint, Phantom) else 1,
-        cut=(q.patches.channels, q.patches.size),
+        cut=cut,
+        nu=q.nu if isinstance(q, Activated) else 1.0,
         divergence=choice.solver.divergence,
         zero_start=zero_start,
     )
     with torch.autocast(z0.device.type, enabled=False):
         value: Tensor = _FusedSteps.apply(  # type: ignore[no-untyped-call]
-            q.c, q.operator.weight, q.metric, q.gamma, z0.to(q.c.dtype), run
+            q.c, q.operator.weight, metric, gamma, z0.to(q.c.dtype), run
         )
     assert run.found is not None
     residual, scale, code = run.found
@@ -122,23 +164,29 @@ class _FusedSteps(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, c: Tensor, weight: Tensor, metric: Tensor, gamma: Tensor, z0: Tensor, run: _Solve
+        ctx: Any,
+        c: Tensor,
+        weight: Tensor,
+        metric: Tensor | None,
+        gamma: Tensor | None,
+        z0: Tensor,
+        run: _Solve,
     ) -> Tensor:
-        kernel = PatchMessage(c, metric, gamma, run.cut)
+        kernel = run.kernel(c, metric, gamma)
         weight = _laid_out(weight, z0)
-        flipped = _laid_out(weight.flip(2, 3).transpose(0, 1), z0)
-        z: Tensor | None = None if run.zero_start else z0
         # At stride 1 the adjoint of a convolution is the one with the flipped kernel.
+        flipped = _laid_out(_times(run.outer, weight.flip(2, 3).transpose(0, 1)), z0)
+        z: Tensor | None = None if run.zero_start else z0
         for step in range(run.steps):
-            a = None if z is None else _convolve(z, weight)
-            following = _advance(kernel.message(a, -run.tau), flipped, z, 1.0 - run.tau)
+            a = kernel.image(z, weight, first=step == 0)
+            following = run.advance(kernel.message(a, run.inner), flipped, z)
             if step in (0, run.steps - 1):
                 residual, scale = residual_norms(following, z)
                 if step == 0:
-                    limit = run.divergence * (residual + scale)
+                    began = residual + scale
             z = following
         assert z is not None
-        failed = _judge(run, residual, scale, limit)
+        failed = _judge(run, residual, scale, began)
         if run.zero_start:
             z = clean = blank(z, failed)
         else:
@@ -160,26 +208,33 @@ class _FusedSteps(torch.autograd.Function):
 
 
 def _pull(
-    run: _Solve, saved: tuple[Tensor, ...], gradient: Tensor, needs: tuple[bool, ...]
+    run: _Solve, saved: tuple[Any, ...], gradient: Tensor, needs: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...]:
     """Gradients of c, W, M and γ."""
     c, weight, flipped, metric, gamma, z, failed = saved
-    kernel = PatchMessage(c, metric, gamma, run.cut, failed)
+    kernel = run.kernel(c, metric, gamma, failed)
     g = _as(gradient, z)
-    a = _convolve(z, weight)
-    message = kernel.message(a, -run.tau)
-    active = _advance(message, flipped, z, 1.0 - run.tau)
-    d: Tensor = torch.ops.aten.threshold_backward(g, active, 0)
+    a = kernel.image(z, weight)
+    assert a is not None
+    message = kernel.message(a, run.inner)
+    active: Tensor | None = None
+    if run.cut is None:
+        d = g = torch.where(failed.view(-1, 1, 1, 1), 0.0, g)
+    else:
+        active = run.advance(message, flipped, z)
+        d = torch.ops.aten.threshold_backward(g, active, 0)
     for _ in range(run.terms - 1):
-        p = _convolve(d, weight)
-        dr, _m, _y = kernel.pull(a, p, -run.tau, with_metric=False, with_gamma=False)
-        d = threshold_sum(active, g, d, _convolve(dr, flipped), 1.0 - run.tau)
-    p = _convolve(d, weight)
-    # Minus the gradient of a, which is that of c; its sign is undone for the rest.
-    dc, dm, dgamma = kernel.pull(a, p, run.tau, with_metric=needs[2], with_gamma=needs[3])
+        p = convolve(d, weight)
+        dr, _m, _y = kernel.pull(a, p, run.inner, with_metric=False, with_gamma=False)
+        d = threshold_sum(active, g, d, convolve(dr, flipped), run.kappa)
+    p = convolve(d, weight)
+    # The gradient of c, which is that of a but for the sign; all of r's, so M and γ have it too.
+    scale = run.sign * run.inner * run.outer
+    dc, dm, dgamma = kernel.pull(a, p, scale, with_metric=needs[2], with_gamma=needs[3])
     dw = None
     if needs[1]:
-        dw = _weight_gradient(d, message, weight) - _weight_gradient(z, dc, weight)
+        dw = _times(run.outer, _weight_gradient(d, message, weight))
+        dw = dw.add_(_weight_gradient(z, dc, weight), alpha=run.sign)
     return (
         dc if needs[0] else None,
         dw,
@@ -188,10 +243,11 @@ def _pull(
     )
 
 
-def _judge(run: _Solve, residual: Tensor, scale: Tensor, limit: Tensor) -> Tensor:
+def _judge(run: _Solve, residual: Tensor, scale: Tensor, began: Tensor) -> Tensor:
     """Write down each sample's result; the mask [B] of those that failed."""
-    infinite = ~(torch.isfinite(residual) & torch.isfinite(scale))
-    diverged = (residual > limit) & ~infinite
+    # Also at the first step: later ones may hide NaN (``convolve_add_relu``).
+    infinite = ~(torch.isfinite(residual + scale) & torch.isfinite(began))
+    diverged = (residual > run.divergence * began) & ~infinite
     code = torch.full_like(residual, int(Result.fixed_steps), dtype=torch.int8)
     code = torch.where(diverged, int(Result.diverged), code)
     code = torch.where(infinite, int(Result.nonfinite), code).to(torch.int8)
@@ -206,35 +262,14 @@ def _laid_out(weight: Tensor, like: Tensor) -> Tensor:
     return weight.contiguous(memory_format=layout)
 
 
-def _padding(weight: Tensor) -> list[int]:
-    return [k // 2 for k in weight.shape[2:]]
-
-
-def _convolve(x: Tensor, weight: Tensor) -> Tensor:
-    return F.conv2d(x, weight, None, 1, _padding(weight))
-
-
-def _advance(message: Tensor, flipped: Tensor, z: Tensor | None, kappa: float) -> Tensor:
-    """ReLU(κz + Wᵀ·message), in one kernel where cuDNN has it."""
-    pad = _padding(flipped)
-    fused = message.is_cuda and torch.backends.cudnn.enabled and torch.version.hip is None
-    if fused and message.dtype != torch.float64:
-        if z is None or kappa == 0.0:
-            out: Tensor
-            out = torch.cudnn_convolution_relu(message, flipped, None, [1, 1], pad, [1, 1], 1)
-            return out
-        rest = (None, [1, 1], pad, [1, 1], 1)
-        out = torch.cudnn_convolution_add_relu(message, flipped, z, kappa, *rest)
-        return out
-    found = F.conv2d(message, flipped, None, 1, pad)
-    return found.relu_() if z is None else found.add_(z, alpha=kappa).relu_()
+def _times(factor: float, t: Tensor) -> Tensor:
+    return t if factor == 1.0 else factor * t
 
 
 def _weight_gradient(x: Tensor, g: Tensor, weight: Tensor) -> Tensor:
     """The gradient of ⟨g, Wx⟩ in W."""
-    pad = _padding(weight)
     found: Tensor = torch.ops.aten.convolution_backward(
-        g, x, weight, None, [1, 1], pad, [1, 1], False, [0, 0], 1, [False, True, False]
+        g, x, weight, None, [1, 1], padding(weight), [1, 1], False, [0, 0], 1, [False, True, False]
     )[1]
     return found
 
