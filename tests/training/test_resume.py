@@ -37,6 +37,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "float64, adamw": {**RICH, **ADAMW, "precision": "64-true"},
     "bfloat16": {**RICH, **ADAMW, "precision": "bf16-true"},
     "mixed": {**RICH, "precision": "bf16-mixed", "select": "last"},
+    "half steps": {**RICH, "half_steps": 0.5},  # in the first of three epochs
 }
 
 
@@ -115,6 +116,15 @@ def test_whatever_is_trained(tmp_path: Path, name: str, whole: Any) -> None:
     error = interrupted_and_resumed(tmp_path, name, whole, RaiseAt(9))
     assert isinstance(error, Interrupted)
     assert error.exact
+
+
+@pytest.mark.parametrize("step", [3, 6])
+def test_stopped_in_the_epoch_of_half_steps_and_at_its_end(
+    tmp_path: Path, step: int, whole: Any
+) -> None:
+    interrupted_and_resumed(tmp_path, "half steps", whole, RaiseAt(step))
+    rows = whole("half steps")[0].history
+    assert [row["solver_steps"] for row in rows] == [2.0, 3.0, 3.0]
 
 
 def test_crashes_go_back_to_the_end_of_an_epoch(tmp_path: Path, whole: Any) -> None:

@@ -32,7 +32,7 @@ def set_steps(model: Model, steps: int) -> Model:
     given: Any = steps
     if isinstance(given, bool) or not isinstance(given, int) or given < 1:
         raise ValueError(f"steps={steps!r}: expected an integer of at least 1.")
-    layers = _layers(model)
+    layers = solver_layers(model)
     if not layers:
         raise ValueError(f"{type(model).__name__} has no equilibrium layers.")
     for name, layer in layers.items():
@@ -67,7 +67,7 @@ def calibrate_steps(
         taus: what to try.
     """
     trial = set_steps(copy.deepcopy(model), steps).eval()
-    for layer in _layers(model).values():
+    for layer in solver_layers(model).values():
         own = layer.solver
         plain = isinstance(own, Picard) or (
             isinstance(own, ProximalGradient) and not own.accelerate
@@ -85,14 +85,15 @@ def calibrate_steps(
 
 
 def _stepping(model: Model, steps: int, tau: float) -> Model:
-    for layer in _layers(model).values():
+    for layer in solver_layers(model).values():
         layer.solver = ProximalGradient(
             rtol=0.0, atol=0.0, max_steps=steps, accelerate=False, tau=tau
         )
     return model
 
 
-def _layers(model: nn.Module) -> dict[str, Any]:
+def solver_layers(model: nn.Module) -> dict[str, Any]:
+    """The layers of ``model`` that have a solver, by name, those inside of other layers too."""
     return {
         name or "(the model)": module
         for name, module in model.named_modules()

@@ -191,6 +191,9 @@ class TrainConfig:
         "count.", **_POSITIVE)
     jacobian_weight: float = option(0.0,
         "Weight of ‖∂T/∂z‖²_F / n at the equilibrium, averaged over layers; 0: left out.", low=0.0)
+    half_steps: float = option(0.0,
+        "Share of the epochs, the first, in which layers of fixed steps take half of their steps "
+        "and Phantom half of its terms, for faster steps; 0: none.", "Training", **_SHARE)
     clip: float | None = option(None, "Largest norm of the gradient; not given: not clipped.",
         "Training", **_POSITIVE)
     ema: float | None = option(None,

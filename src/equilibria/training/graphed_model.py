@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from equilibria.engine import ConvergenceWarning
+from equilibria.nn.steps import solver_layers
 
 
 class _Shell(nn.Module):
@@ -31,12 +32,14 @@ class GraphedModel:
     shape.
 
     Run eagerly: models in eval mode, an x that wants a gradient, and what comes after ``shapes``
-    captures (a new shape, memory format, autocast dtype or set of trained parameters asks for one).
+    captures (a new shape, memory format, autocast dtype, solver, adjoint or set of trained
+    parameters asks for one).
     """
 
     def __init__(self, model: nn.Module, *, shapes: int = 1) -> None:
         self.model = model
         self.shapes = shapes
+        self._layers = list(solver_layers(model).values())
         self._graphed: dict[Any, nn.Module] = {}
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -56,7 +59,8 @@ class GraphedModel:
         device = x.device.type
         cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         trained = tuple(p.requires_grad for p in self.model.parameters())
-        return (tuple(x.shape), x.stride(), x.dtype, cast, trained)
+        ways = tuple((m.solver, getattr(m, "adjoint", None)) for m in self._layers)
+        return (tuple(x.shape), x.stride(), x.dtype, cast, trained, ways)
 
     def _capture(self, x: Tensor) -> nn.Module:
         device = x.device.type

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -21,6 +22,7 @@ from equilibria.nn.observing import collect_penalties
 from .config import TrainConfig
 from .epoch_metrics import EpochMetrics, solver_numbers
 from .graphed_model import GraphedModel
+from .half_steps import HalfSteps
 from .nonfinite import Guard, NonFiniteLoss, describe, examine
 from .optimizer import make_optimizer, make_schedule
 
@@ -73,6 +75,7 @@ class EquilibriumModule(pl.LightningModule):
         self.validation: dict[str, float] = {}
         """What the latest validation found."""
         self._penalty = JacobianPenalty(model, config.jacobian_weight)
+        self._half = HalfSteps(model, config)
         self._batch: tuple[Tensor, Tensor] | None = None
         self._trained = [p for p in model.parameters() if p.requires_grad]
         compiled: Any = GraphedModel(model) if config.cuda_graphs else None
@@ -157,12 +160,25 @@ class EquilibriumModule(pl.LightningModule):
                 "them out.",
             )
 
+    @property
+    def _epoch(self) -> int:
+        """Since the run began, also where it was resumed: the trainer of ``fit`` counts anew."""
+        return self.step // self.steps_per_epoch if self.steps_per_epoch else self.current_epoch
+
+    def on_train_epoch_start(self) -> None:
+        if self.config.cuda_graphs and 0 < self._half.epochs == self._epoch:
+            # No more half steps: free their graphs, in whose memory the latest gradients lie, so
+            # that all steps are captured. torch keeps a captured module in a cycle.
+            self.__dict__["_compiled"] = GraphedModel(self.model)
+            self.zero_grad()
+            gc.collect()
+
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         x, y = self._batch = batch
         # The first step of an epoch too: a short one would have no statistics otherwise.
         per_epoch = self.steps_per_epoch or self.config.log_every
         watched = self.step % self.config.log_every == 0 or self.step % per_epoch == 0
-        with self._penalty.collect() as penalties:
+        with self._penalty.collect() as penalties, self._half.taken(self._epoch):
             logits = self._run(x, watched)
         loss = self.training_loss(logits, y)
         with torch.no_grad():
@@ -239,7 +255,8 @@ class EquilibriumModule(pl.LightningModule):
         self.on_nonfinite(found)
 
     def examine(self, x: Tensor, y: Tensor) -> dict[str, Any]:
-        return examine(self.model, x, y, self.losses)
+        with self._half.taken(self._epoch):
+            return examine(self.model, x, y, self.losses)
 
     def on_validation_epoch_start(self) -> None:
         for metric in self._metrics.values():

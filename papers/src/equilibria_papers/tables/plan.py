@@ -249,13 +249,8 @@ def _override(recipe: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str
     return made
 
 
-_NEWER = {
-    "samples": None,
-    "margin": 0.0,
-    "temperature": 1.0,
-    "sync_batchnorm": False,
-    "process_timeout": 45.0,
-}
+_NEWER: dict[str, Any] = {"samples": None, "margin": 0.0, "temperature": 1.0, "half_steps": 0.0}
+_NEWER |= {"sync_batchnorm": False, "process_timeout": 45.0}
 """Options of TrainConfig that came after the first results, with their defaults: where they are not
 set they say nothing, so that results stay those of today's recipe."""
 
