@@ -186,12 +186,14 @@ def _family(
     text = "KerDEQ branches in a chain, γ = 0.5"
     yield made("kerdeq", _gaussian, text, fixed, "KerDEQ, Tables 1–2")
     # z = Wᵀσ(Wz + Ux + b), σ in the space of Wz, which keeps the GEQ's size.
-    linear = {**shared, "constraint": NormBounded(bound=0.95), **_PAPER}
+    linear = {**shared, "constraint": NormBounded(bound=0.95), **few_steps(4, 3, 1.2)}
     text, count = "OptEq branches in a chain: the linear kernel", parameters if printed else None
     state = partial(OptEq, form="state")
-    yield made("mopteq", state, text, linear, "GEQ, Tables 1–2", paper_parameters=count)
+    # Revision 1 had the papers' solver.
+    yield made("mopteq", state, text, linear, "GEQ, Tables 1–2", paper_parameters=count, revision=2)
     if not imagenet:
-        bounded = {**linear, "channels": kernel_channels, "constraint": NormBounded(bound=0.7)}
+        bounded = {**shared, "channels": kernel_channels, "constraint": NormBounded(bound=0.7)}
+        bounded |= _PAPER
         for kernel, (layer, radius) in _RADII.items():
             text, options = (
                 f"branches of the {kernel} kernel in a chain",

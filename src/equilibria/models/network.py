@@ -313,13 +313,13 @@ def patch_size(options: Mapping[str, Any]) -> int:
     return options["patch"].size if "patch" in options else 1
 
 
-def few_steps(steps: int, terms: int) -> dict[str, Any]:
-    """``steps`` of the certificate's size and ``terms`` of the backward series.
+def few_steps(steps: int, terms: int, tau: float | None = None) -> dict[str, Any]:
+    """``steps`` of size τ (None: the certificate's) and ``terms`` of the backward series.
 
     Nothing waits for the device; Gaussian layers and OptEq's state form take the fused path.
     """
     return {
-        "solver": ProximalGradient(rtol=0.0, atol=0.0, max_steps=steps, accelerate=False),
+        "solver": ProximalGradient(rtol=0.0, atol=0.0, max_steps=steps, accelerate=False, tau=tau),
         "adjoint": Phantom(steps=terms, damping=1.0, form="neumann"),
     }
 
