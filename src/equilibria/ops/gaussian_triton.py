@@ -247,24 +247,23 @@ def _backward_kernel(
         up = tl.load(g + gt, mask=mask, other=0.0)
         rate = tl.load(gamma + sample, mask=rows < count, other=0.0)
         failed = rate < 0.0
-        r = left - right
-        if WITH_METRIC:  # which is a sum over rows
-            r = tl.where(failed[:, None], 0.0, r)
-            up = tl.where(failed[:, None], 0.0, up)
-        r = r.to(m.dtype)
+        r = (left - right).to(m.dtype)
         v = tl.dot(r, m, input_precision=PRECISION)
         s = _energy(r, v)
         e = scale * _weight(rate, s)
         e = tl.where(rate * s >= 110.0, 0.0, e)
-        gm = tl.dot(up.to(m.dtype), m, input_precision=PRECISION)
         wide = up.to(tl.float32)
         along = e * tl.sum(wide * v, 1)
-        back = e[:, None] * gm - (2.0 * rate * along)[:, None] * v
+        straight = e[:, None] * wide
+        bent = (rate * along)[:, None] * r.to(tl.float32)
+        turned = (straight - 2.0 * bent).to(m.dtype)
+        if WITH_METRIC:  # a sum over rows: no row of a failed sample
+            pull = tl.where(failed[:, None], 0.0, straight - bent).to(m.dtype)
+            kept = tl.trans(tl.where(failed[:, None], 0.0, r))
+            dm += tl.dot(kept, pull, input_precision=PRECISION)
+        back = tl.dot(turned, m, input_precision=PRECISION)
         back = tl.where(failed[:, None], 0.0, back)
         tl.store(dr + ot, back.to(dr.dtype.element_ty), mask=mask)
-        if WITH_METRIC:
-            pull = e[:, None] * wide - (rate * along)[:, None] * r.to(tl.float32)
-            dm += tl.dot(tl.trans(r), pull.to(m.dtype), input_precision=PRECISION)
         if WITH_GAMMA:
             tl.store(dgamma + rows, tl.where(failed, 0.0, -s * along), mask=rows < count)
     if WITH_METRIC:
