@@ -4,12 +4,12 @@
     python benchmarks/gaussian_op.py --tune --out results
 
 Needs a CUDA device. For each shape: forward and backward, fused, plain and plain under
-torch.compile; bytes are those that a perfect kernel must move (forward
-a, c → out; backward a, c, g → dr). Kernels are timed as CUDA graphs of a few calls, each with maps of
-its own, so that maps of more than 2 MB are not in the cache; the three forms in a queue of calls.
-``share_of_copy`` is relative to the bandwidth of a large copy, ``share_of_same_copy`` to a copy that
-moves as many bytes and is timed in the same way: on small maps it does not reach that bandwidth
-either. Errors are relative to float64. Writes gaussian_op.json.
+torch.compile; bytes are those that a perfect kernel must move (forward a, c → out; backward a, c, g
+→ dr). Kernels are timed as CUDA graphs of a few calls, each with maps of its own, so that maps of
+more than 2 MB are not in the cache; the three forms in a queue of calls. ``share_of_copy`` is
+relative to the bandwidth of a large copy, ``share_of_same_copy`` to a copy that moves as many bytes
+and is timed in the same way: on small maps it does not reach that bandwidth either. Errors are
+relative to float64. Writes gaussian_op.json.
 
 --tune times the candidates for the table of launches, ``PLANS`` in ops/gaussian_triton.py, in bf16,
 and prints the best of them as lines of that table. Writes gaussian_op_tuning.json.
@@ -60,6 +60,8 @@ KERNELS = ("forward", "backward", "metric", "energies")  # "metric": backward wi
 
 
 if torch.cuda.is_available():
+    from triton import TritonError
+
     from equilibria.ops import gaussian_triton as kernels
 
 
@@ -273,7 +275,7 @@ def tune_shape(shape: tuple[int, ...], kernel: str, speed: float) -> dict[str, A
         kernels.PLANS[key] = plan, plan
         try:
             times[",".join(map(str, plan))] = rotated_ms(calls, 10)
-        except Exception as error:  # a tile that does not fit
+        except (RuntimeError, TritonError) as error:  # a tile that does not fit
             print("left out", shape, kernel, plan, repr(error)[:150], flush=True)
     kernels.PLANS[key] = before
     copy, best = same_copy_ms(moved, len(calls), 10), min(times, key=lambda plan: times[plan])

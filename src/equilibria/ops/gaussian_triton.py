@@ -4,7 +4,7 @@
 
 Forward reads a and c and writes out; backward reads a, c and the incoming gradient g and writes
 
-    dr = e·(gM − 2γ⟨g, v⟩v),   dM = Σᵢ rᵢᵀ(e·g − γe⟨g, v⟩rᵢ),   dγ = −Σᵢ se⟨g, v⟩
+    dr = e·(g − 2γ⟨g, v⟩rᵢ)M,   dM = Σᵢ rᵢᵀ(e·g − γe⟨g, v⟩rᵢ),   dγ = −Σᵢ se⟨g, v⟩
 
 The energies s of c alone, of which γ is made, have kernels of their own: for gradients gᵢ of sᵢ
 
@@ -15,8 +15,8 @@ taken in the order (dy, dx, channel), in which a channels-last row is runs of c_
 permuted to it by the caller. The plain twin, and the oracle, is ``ops/gaussian.py``.
 
 Both are linear in something that callers scale: forward writes scale·out, backward takes scale·g
-for g. A sample with γ < 0 is read as if a = c (its message is 0): so samples that failed, whose
-numbers may be NaN, are kept out at no cost.
+for g. A sample with γ < 0 has failed: its message and its gradients are 0, also where its numbers
+are NaN.
 """
 
 # A kernel is Triton's language, not Python: its parameters are pointers and tiles without types.
@@ -24,6 +24,7 @@ numbers may be NaN, are kept out at no cost.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -58,20 +59,20 @@ PLANS = {
     # kernel, columns of a tile: on large maps, on small maps (benchmarks/gaussian_op.py --tune)
     ("forward", 16): (Plan(256, 4, 3, 4), Plan(128, 4, 2, 8)),
     ("forward", 32): (Plan(128, 4, 3, 4), Plan(64, 4, 2, 8)),
-    ("forward", 64): (Plan(64, 4, 2, 8), Plan(64, 4, 2, 8)),
+    ("forward", 64): (Plan(64, 4, 2, 4), Plan(64, 4, 2, 4)),
     ("forward", 128): (Plan(64, 8, 2, 2), Plan(64, 8, 2, 2)),
-    ("backward", 16): (Plan(256, 4, 3, 4), Plan(128, 4, 2, 8)),
-    ("backward", 32): (Plan(128, 4, 3, 4), Plan(64, 4, 2, 8)),
+    ("backward", 16): (Plan(256, 4, 2, 4), Plan(128, 4, 2, 8)),
+    ("backward", 32): (Plan(128, 4, 2, 4), Plan(64, 4, 2, 8)),
     ("backward", 64): (Plan(64, 4, 2, 4), Plan(64, 4, 2, 4)),
-    ("backward", 128): (Plan(64, 8, 2, 2), Plan(64, 8, 2, 2)),
-    ("metric", 16): (Plan(256, 4, 3, 4), Plan(128, 4, 2, 4)),
-    ("metric", 32): (Plan(128, 4, 3, 4), Plan(64, 4, 2, 4)),
-    ("metric", 64): (Plan(64, 4, 2, 4), Plan(64, 4, 2, 4)),
-    ("metric", 128): (Plan(64, 8, 2, 1), Plan(64, 8, 2, 1)),
+    ("backward", 128): (Plan(64, 4, 2, 2), Plan(64, 4, 2, 2)),
+    ("metric", 16): (Plan(128, 4, 2, 4), Plan(128, 4, 2, 4)),
+    ("metric", 32): (Plan(64, 4, 2, 4), Plan(64, 4, 2, 4)),
+    ("metric", 64): (Plan(64, 4, 2, 2), Plan(64, 4, 2, 2)),
+    ("metric", 128): (Plan(128, 8, 2, 1), Plan(128, 8, 2, 1)),
     ("energies", 16): (Plan(256, 4, 3, 4), Plan(128, 4, 2, 8)),
     ("energies", 32): (Plan(128, 4, 3, 4), Plan(64, 4, 2, 8)),
-    ("energies", 64): (Plan(64, 4, 3, 8), Plan(64, 4, 2, 8)),
-    ("energies", 128): (Plan(64, 4, 2, 4), Plan(64, 4, 2, 4)),
+    ("energies", 64): (Plan(64, 4, 3, 4), Plan(64, 4, 2, 4)),
+    ("energies", 128): (Plan(64, 4, 2, 2), Plan(64, 4, 2, 2)),
 }
 """Of numbers of 16 bits. "backward" is without the gradient of M, "metric" with it."""
 
@@ -259,14 +260,19 @@ def _backward_kernel(
         turned = (straight - 2.0 * bent).to(m.dtype)
         if WITH_METRIC:  # a sum over rows: no row of a failed sample
             pull = tl.where(failed[:, None], 0.0, straight - bent).to(m.dtype)
-            kept = tl.trans(tl.where(failed[:, None], 0.0, r))
-            dm += tl.dot(kept, pull, input_precision=PRECISION)
+            kept = tl.where(failed[:, None], 0.0, r)
+            if COLUMNS < 64:
+                dm += tl.dot(tl.trans(kept), pull, input_precision=PRECISION)
+            else:  # the transpose: loads of r, now no left factor, are pipelined
+                dm += tl.dot(tl.trans(pull), kept, input_precision=PRECISION)
         back = tl.dot(turned, m, input_precision=PRECISION)
         back = tl.where(failed[:, None], 0.0, back)
         tl.store(dr + ot, back.to(dr.dtype.element_ty), mask=mask)
         if WITH_GAMMA:
             tl.store(dgamma + rows, tl.where(failed, 0.0, -s * along), mask=rows < count)
     if WITH_METRIC:
+        if COLUMNS >= 64:
+            dm = tl.trans(dm)
         place = tl.program_id(0) * WIDTH * WIDTH + square
         tl.store(partial + place, dm, mask=live)
 
@@ -290,15 +296,14 @@ def direct(kernel: Any) -> Any:
     return kernel
 
 
-def _plan(kernel: str, t: Tensor, columns: int) -> Plan | None:
-    """From the table; None where its tiles may not fit: in float32 and on smaller chips."""
-    if t.element_size() > 2:
-        return None
-    if t.device.type == "cuda":
-        chip = torch.cuda.get_device_properties(t.device)
-        if getattr(chip, "shared_memory_per_block_optin", 0) < 200 * 1024:
-            return None
-    return PLANS[kernel, columns][t.numel() <= SMALL]
+@functools.cache
+def _chip(device: torch.device) -> tuple[int, bool]:
+    """(multiprocessors, whether their memory is as large as the table of plans needs)."""
+    if device.type != "cuda":
+        return 1, True  # the interpreter
+    chip = torch.cuda.get_device_properties(device)
+    shared = getattr(chip, "shared_memory_per_block_optin", 0)  # not on AMD's
+    return chip.multi_processor_count, shared >= 200 * 1024
 
 
 def _launch(
@@ -307,18 +312,17 @@ def _launch(
     """The layout of a map t, the number of programs, and the constants of a launch."""
     layout, width = _layout(t, channels, size), channels * size * size
     columns = max(16, int(triton.next_power_of_2(width)))
-    plan = _plan(kernel, t, columns)
-    stages = {} if plan is None else {"num_stages": plan.stages}
-    plan = plan or Plan(max(16, 4096 // columns), 4, 0, 4)
-    chip = 1  # the interpreter
-    if t.device.type == "cuda":
-        chip = torch.cuda.get_device_properties(t.device).multi_processor_count
-    programs = min(-(-layout[0] // plan.rows), plan.waves * chip)
+    chips, roomy = _chip(t.device)
+    if roomy and t.element_size() == 2:
+        plan = PLANS[kernel, columns][t.numel() <= SMALL]
+        stages = {"num_stages": plan.stages}
+    else:
+        plan, stages = Plan(4096 // columns, 4, 0, 4), {}  # of stages what is usual on the chip
     constants = {
         "CS": channels, "P": size, "WIDTH": width, "ROWS": plan.rows, "COLUMNS": columns,
         "PRECISION": _precision(metric), "num_warps": plan.warps, **stages,
     }  # fmt: skip
-    return layout, programs, constants
+    return layout, min(-(-layout[0] // plan.rows), plan.waves * chips), constants
 
 
 def _same(*maps: Tensor) -> bool:
