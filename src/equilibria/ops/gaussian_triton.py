@@ -34,16 +34,7 @@ from torch import Tensor
 
 from equilibria.engine.transforms import products_take_tf32
 
-__all__ = [
-    "PLANS",
-    "SMALL",
-    "Plan",
-    "backward",
-    "direct",
-    "energies",
-    "energies_backward",
-    "forward",
-]
+__all__ = ["backward", "direct", "energies", "energies_backward", "forward"]
 
 
 class Plan(NamedTuple):
@@ -226,7 +217,7 @@ def _backward_kernel(
     asb, asc, ash, asw, csb, csc, csh, csw, gsb, gsc, gsh, gsw, osb, osc, osh, osw,
     CS: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, PRECISION: tl.constexpr, SAME: tl.constexpr,
-    WITH_METRIC: tl.constexpr, WITH_GAMMA: tl.constexpr,
+    WITH_METRIC: tl.constexpr, WITH_GAMMA: tl.constexpr, FLIP: tl.constexpr,
 ):  # fmt: skip
     columns = tl.arange(0, COLUMNS)
     square, live = _square(columns, WIDTH)
@@ -261,17 +252,17 @@ def _backward_kernel(
         if WITH_METRIC:  # a sum over rows: no row of a failed sample
             pull = tl.where(failed[:, None], 0.0, straight - bent).to(m.dtype)
             kept = tl.where(failed[:, None], 0.0, r)
-            if COLUMNS < 64:
-                dm += tl.dot(tl.trans(kept), pull, input_precision=PRECISION)
-            else:  # the transpose: loads of r, now no left factor, are pipelined
+            if FLIP:
                 dm += tl.dot(tl.trans(pull), kept, input_precision=PRECISION)
+            else:
+                dm += tl.dot(tl.trans(kept), pull, input_precision=PRECISION)
         back = tl.dot(turned, m, input_precision=PRECISION)
         back = tl.where(failed[:, None], 0.0, back)
         tl.store(dr + ot, back.to(dr.dtype.element_ty), mask=mask)
         if WITH_GAMMA:
             tl.store(dgamma + rows, tl.where(failed, 0.0, -s * along), mask=rows < count)
     if WITH_METRIC:
-        if COLUMNS >= 64:
+        if FLIP:
             dm = tl.trans(dm)
         place = tl.program_id(0) * WIDTH * WIDTH + square
         tl.store(partial + place, dm, mask=live)
@@ -313,14 +304,13 @@ def _launch(
     layout, width = _layout(t, channels, size), channels * size * size
     columns = max(16, int(triton.next_power_of_2(width)))
     chips, roomy = _chip(t.device)
+    plan = Plan(4096 // columns, 4, 2, 4)
     if roomy and t.element_size() == 2:
         plan = PLANS[kernel, columns][t.numel() <= SMALL]
-        stages = {"num_stages": plan.stages}
-    else:
-        plan, stages = Plan(4096 // columns, 4, 0, 4), {}  # of stages what is usual on the chip
     constants = {
         "CS": channels, "P": size, "WIDTH": width, "ROWS": plan.rows, "COLUMNS": columns,
-        "PRECISION": _precision(metric), "num_warps": plan.warps, **stages,
+        "PRECISION": _precision(metric), "num_warps": plan.warps,
+        "num_stages": plan.stages,
     }  # fmt: skip
     return layout, min(-(-layout[0] // plan.rows), plan.waves * chips), constants
 
@@ -400,7 +390,11 @@ def backward(
     dgamma = a.new_empty(layout[0] if with_gamma else 0, dtype=torch.float32)
     given = a, c, metric, gamma, g, dr, partial, dgamma, scale
     strides = *a.stride(), *c.stride(), *g.stride(), *dr.stride()
-    flags = {"SAME": _same(a, c, g, dr), "WITH_METRIC": with_metric, "WITH_GAMMA": with_gamma}
+    # Of wide rows the transpose of dM is summed: r is no left factor then, and Triton's compiler
+    # loads a and c ahead. In float32 that would not fit into the memory of a multiprocessor.
+    flip = with_metric and width > 32 and a.element_size() == 2
+    flags = {"WITH_METRIC": with_metric, "WITH_GAMMA": with_gamma, "FLIP": flip}
+    flags["SAME"] = _same(a, c, g, dr)
     wrap(_backward_kernel)[(programs,)](*given, *layout, *strides, **flags, **constants)
     per_sample = dgamma.view(a.shape[0], -1).sum(1) if with_gamma else dgamma
     return dr, partial.sum(0), per_sample
