@@ -262,7 +262,7 @@ def small_inputs(shape: tuple[int, ...]) -> Any:
     return inputs((2, *shape[1:]), torch.bfloat16)
 
 
-def tune_shape(shape: tuple[int, ...], kernel: str, speed: float) -> dict[str, Any]:
+def tune_shape(shape: tuple[int, ...], kernel: str, speed: float) -> dict[str, Any] | None:
     """Milliseconds of all candidates, of the plan in the table, and of a copy."""
     given, cut = inputs(shape, torch.bfloat16)
     moved, calls = moved_bytes(kernel, given[0], cut), kernel_calls(kernel, given, cut)
@@ -285,6 +285,8 @@ def tune_shape(shape: tuple[int, ...], kernel: str, speed: float) -> dict[str, A
         except (RuntimeError, TritonError) as error:  # such as a tile that does not fit
             print("left out", shape, kernel, plan, repr(error)[:150], flush=True)
     kernels.PLANS[key] = before
+    if not times:
+        return None
     copy, best = same_copy_ms(moved, len(calls), 10), min(times, key=lambda plan: times[plan])
     return {
         "shape": shape,
@@ -336,6 +338,8 @@ def tune(record: dict[str, Any], path: Path) -> None:
             wait(jobs[shape[3:]])
             for kernel in KERNELS:
                 row = tune_shape(shape, kernel, speed)
+                if row is None:
+                    continue
                 record["rows"].append(row)
                 shown = {k: round(v, 3) for k, v in row.items() if isinstance(v, float)}
                 print(shape, kernel, "best", row["best"], "default", row["default"], shown)

@@ -251,7 +251,7 @@ def _backward_kernel(
         turned = (straight - 2.0 * bent).to(m.dtype)
         if WITH_METRIC:  # a sum over rows: no row of a failed sample
             pull = tl.where(failed[:, None], 0.0, straight - bent).to(m.dtype)
-            kept = tl.where(failed[:, None], 0.0, r)
+            kept = tl.where(failed[:, None], 0.0, r).to(m.dtype)
             if FLIP:
                 dm += tl.dot(tl.trans(pull), kept, input_precision=PRECISION)
             else:
