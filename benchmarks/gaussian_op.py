@@ -1,20 +1,32 @@
 """The fused Gaussian patch message and its plain twin: time, and share of the copy bandwidth.
 
     python benchmarks/gaussian_op.py --out results
+    python benchmarks/gaussian_op.py --tune --out results
 
 Needs a CUDA device. For each shape: forward and backward, fused, plain and plain under
-torch.compile; bytes are those that a perfect kernel must move (forward
-a, c → out; backward a, c, g → dr). Kernels are timed as CUDA graphs, without launches from Python;
-the three forms in a queue of calls. Errors are relative to float64. Writes gaussian_op.json.
+torch.compile; bytes are those that a perfect kernel must move (forward a, c → out; backward a, c, g
+→ dr). Kernels are timed as CUDA graphs of a few calls, each with maps of its own, so that maps of
+more than 2 MB are not in the cache; the three forms in a queue of calls. ``share_of_copy`` is
+relative to the bandwidth of a large copy, ``share_of_same_copy`` to a copy that moves as many bytes
+and is timed in the same way: on small maps it does not reach that bandwidth either. Errors are
+relative to float64. Writes gaussian_op.json.
+
+--tune times the candidates for the table of launches, ``PLANS`` in ops/gaussian_triton.py, in bf16,
+and prints the best of them as lines of that table. Writes gaussian_op_tuning.json.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
+import functools
+import gc
 import json
+import math
+import multiprocessing
+import os
 import sys
 import time
+from concurrent.futures import Future, ProcessPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,10 +51,17 @@ SHAPES = [
     (256, 64, 64, 4, 4),
     (512, 128, 32, 32, 2),
     (512, 48, 32, 3, 2),
+    (512, 128, 32, 16, 2),
+    (128, 64, 8, 8, 2),
+    (512, 320, 8, 8, 2),
+    (512, 80, 32, 8, 2),
 ]
+KERNELS = ("forward", "backward", "metric", "energies")  # "metric": backward with that of M
 
 
 if torch.cuda.is_available():
+    from triton import TritonError
+
     from equilibria.ops import gaussian_triton as kernels
 
 
@@ -101,6 +120,44 @@ def copy_bandwidth() -> float:
     return 2 * source.numel() * 4 / (ms * 1e-3)
 
 
+def rotated_ms(calls: list[Any], repeats: int = 40) -> float:
+    """Of one of the calls, all in one graph; what they return is kept until the last has run."""
+    return median_ms(lambda: [run() for run in calls], repeats) / len(calls)
+
+
+def same_copy_ms(moved: int, calls: int, repeats: int = 40) -> float:
+    """Of a copy that reads and writes ``moved`` bytes together, timed as the kernels are."""
+    half = [torch.zeros(moved // 2, dtype=torch.uint8, device="cuda") for _ in range(2 * calls)]
+    copies = [partial(x.copy_, y) for x, y in zip(half[:calls], half[calls:], strict=True)]
+    return rotated_ms(copies, repeats)
+
+
+def kernel_calls(
+    kernel: str, given: list[Tensor], cut: tuple[int, int], wrap: Any = None
+) -> list[Any]:
+    """The kernel on copies of (a, c, g, metric, gamma): half a GB of each map, or ten."""
+    a, wrap = given[0], wrap or kernels.direct
+    count = max(2, min(10, 2**29 // (a.numel() * a.element_size())))
+    calls = []
+    for a, c, g, metric, gamma in [given, *([t.clone() for t in given] for _ in range(count - 1))]:
+        if kernel == "forward":
+            calls.append(partial(kernels.forward, a, c, metric, gamma, *cut, wrap))
+        elif kernel == "energies":
+            calls.append(partial(kernels.energies, c, metric, *cut, wrap))
+        else:
+            pulled = (a, c, metric, gamma, g, *cut, kernel == "metric", False, wrap)
+            calls.append(partial(kernels.backward, *pulled))
+    return calls
+
+
+def moved_bytes(kernel: str, a: Tensor, cut: tuple[int, int]) -> int:
+    """What a perfect kernel reads and writes."""
+    size = a.numel() * a.element_size()
+    if kernel == "energies":
+        return size + 4 * a.numel() // (cut[0] * cut[1] ** 2)
+    return (3 if kernel == "forward" else 4) * size
+
+
 def inputs(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[list[Tensor], tuple[int, int]]:
     batch, channels, pixels, group, size = shape
     width = group * size * size
@@ -139,7 +196,6 @@ def measure(shape: tuple[int, ...], dtype: torch.dtype, speed: float) -> dict[st
             relative(x, y) for x, y in zip(grads, true_grads, strict=True)
         ]
     forms["compiled"] = torch.compile(plain_message)
-    size = a.numel() * a.element_size()
     wanted = [leaves[0], leaves[2]]  # the gradient of c is that of a, negated by the caller
     for name, form in forms.items():
         with torch.no_grad():
@@ -147,46 +203,150 @@ def measure(shape: tuple[int, ...], dtype: torch.dtype, speed: float) -> dict[st
         out = form(a, c.detach(), metric, gamma, *cut)
         pull = partial(torch.autograd.grad, out, wanted, g, retain_graph=True)
         row[f"{name}_backward_ms"] = queued_ms(pull)
-    given = (a.detach(), c.detach(), permuted(metric.detach(), *cut), gamma.float())
-    forward = median_ms(partial(kernels.forward, *given, *cut, _direct))
-    backward = median_ms(partial(kernels.backward, *given, g, *cut, True, False, _direct))
-    row |= {"kernel_forward_ms": forward, "kernel_backward_ms": backward}
+    given = [a.detach(), c.detach(), g, permuted(metric.detach(), *cut), gamma.float()]
+    for name, kernel in (("forward", "forward"), ("backward", "metric"), ("energies", "energies")):
+        moved, calls = moved_bytes(kernel, a, cut), kernel_calls(kernel, given, cut)
+        ms, copy = rotated_ms(calls), same_copy_ms(moved, len(calls))
+        row[f"kernel_{name}_ms"] = ms
+        row[f"{name}_share_of_copy"] = moved / (ms * 1e-3) / speed
+        row[f"{name}_share_of_same_copy"] = copy / ms
     with torch.no_grad():
         row["fused_launch_ms"] = launch_ms(
             lambda: fused_message(a[few], c[few], metric, gamma[few], *cut)
         )
-    row["forward_share_of_copy"] = 3 * size / (forward * 1e-3) / speed
-    row["backward_share_of_copy"] = 4 * size / (backward * 1e-3) / speed
     return row
 
 
-def _direct(kernel: Any) -> Any:
-    return kernel
+TILES = {
+    # columns: (rows, warps, stages) of a tile, and programs a multiprocessor
+    16: ([(128, 4, 1), (128, 4, 2), (256, 4, 2), (256, 4, 3)], (4, 8, 32)),
+    32: (
+        [(32, 4, 1), (64, 4, 1), (64, 4, 2), (64, 4, 3), (128, 4, 1), (128, 4, 2), (128, 4, 3)],
+        (4, 8, 32),
+    ),
+    64: (
+        [(32, 4, 2), (64, 4, 1), (64, 4, 2), (64, 4, 3), (128, 4, 2), (128, 8, 1), (128, 8, 2)],
+        (2, 4, 16),
+    ),
+    128: (
+        [(32, 4, 3), (64, 4, 1), (64, 4, 2), (64, 4, 3), (64, 8, 2), (128, 8, 1), (128, 8, 2)],
+        (1, 2, 8),
+    ),
+}
 
 
-def tune(speed: float) -> list[dict[str, Any]]:
-    """Tile, warps and waves on two shapes in bf16: shares of the copy bandwidth."""
-    found = []
-    for shape in (SHAPES[0], SHAPES[3]):
-        (a, c, g, metric, gamma), cut = inputs(shape, torch.bfloat16)
-        size = a.numel() * a.element_size()
-        for tile, warps, waves in itertools.product((2048, 4096, 8192), (4, 8), (4, 16)):
-            kernels._TILE, kernels._WARPS, kernels._WAVES = tile, warps, waves
+def columns_of(shape: tuple[int, ...]) -> int:
+    return max(16, 1 << (shape[3] * shape[4] ** 2 - 1).bit_length())
 
-            given = (a, c, metric, gamma)
-            forward = partial(kernels.forward, *given, *cut, _direct)
-            backward = partial(kernels.backward, *given, g, *cut, True, False, _direct)
-            row = {
-                "shape": shape,
-                "tile": tile,
-                "warps": warps,
-                "waves": waves,
-                "forward": 3 * size / (median_ms(forward) * 1e-3) / speed,
-                "backward": 4 * size / (median_ms(backward) * 1e-3) / speed,
-            }
-            found.append(row)
-            print(row, flush=True)
-    return found
+
+class OnlyCompile:
+    """A kernel that is compiled and not run."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid: Any) -> Any:
+        return partial(self.kernel.warmup, grid=grid)
+
+
+def compile_one(shape: tuple[int, ...], kernel: str, tile: tuple[int, int, int]) -> None:
+    """In a process of its own, into Triton's cache on disk."""
+    plan = kernels.Plan(*tile, 1)
+    kernels.PLANS[kernel, columns_of(shape)] = plan, plan
+    given, cut = small_inputs(shape)
+    kernel_calls(kernel, given, cut, OnlyCompile)[0]()
+
+
+@functools.cache
+def small_inputs(shape: tuple[int, ...]) -> Any:
+    return inputs((2, *shape[1:]), torch.bfloat16)
+
+
+def tune_shape(shape: tuple[int, ...], kernel: str, speed: float) -> dict[str, Any] | None:
+    """Milliseconds of all candidates, of the plan in the table, and of a copy."""
+    given, cut = inputs(shape, torch.bfloat16)
+    moved, calls = moved_bytes(kernel, given[0], cut), kernel_calls(kernel, given, cut)
+    key, times = (kernel, columns_of(shape)), {}
+    before = kernels.PLANS[key]
+    small = given[0].numel() <= kernels.SMALL
+    tiles, waves = TILES[key[1]]
+    plans = [kernels.Plan(*tile, wave) for tile in tiles for wave in waves]
+    right: list[Tensor] = []  # what the plan of the table gives; the tests compare that
+    for plan in dict.fromkeys([before[small], *plans]):
+        kernels.PLANS[key] = plan, plan
+        try:
+            found = calls[0]()
+            found = [t for t in ([found] if isinstance(found, Tensor) else found) if t.numel()]
+            right = right or found
+            off = max(relative(x, y.double()) for x, y in zip(found, right, strict=True))
+            if not off < 1e-2:
+                raise RuntimeError(f"differs from the plan of the table by {off}")
+            times[",".join(map(str, plan))] = rotated_ms(calls, 10)
+        except (RuntimeError, TritonError) as error:  # such as a tile that does not fit
+            print("left out", shape, kernel, plan, repr(error)[:150], flush=True)
+    kernels.PLANS[key] = before
+    if not times:
+        return None
+    copy, best = same_copy_ms(moved, len(calls), 10), min(times, key=lambda plan: times[plan])
+    return {
+        "shape": shape,
+        "kernel": kernel,
+        "columns": key[1],
+        "small": small,
+        "same_size_copy_ms": copy,
+        "best": best,
+        "best_share_of_copy": moved / (times[best] * 1e-3) / speed,
+        "best_share_of_same_copy": copy / times[best],
+        "default": ",".join(map(str, before[small])),
+        "default_share_of_same_copy": copy / times.get(",".join(map(str, before[small])), math.inf),
+        "ms": times,
+    }
+
+
+def winners(rows: list[dict[str, Any]]) -> list[str]:
+    """Lines of the table: the plans that are least slower, on average, than the best of a shape."""
+
+    def best(kernel: str, columns: int, small: bool) -> str | None:
+        alike = [r for r in rows if (r["kernel"], r["columns"]) == (kernel, columns)]
+        alike = [r for r in alike if r["small"] == small] or alike
+        plans = set.intersection(*[set(r["ms"]) for r in alike]) if alike else set()
+        cost = {p: sum(r["ms"][p] / min(r["ms"].values()) for r in alike) for p in plans}
+        return min(cost, key=lambda plan: (cost[plan], plan)) if cost else None
+
+    lines = []
+    for kernel in KERNELS:
+        for columns in TILES:
+            large, small = (best(kernel, columns, small) for small in (False, True))
+            if large is not None and small is not None:
+                plans = [f"Plan({x.replace(',', ', ')})" for x in (large, small)]
+                lines.append(f'    ("{kernel}", {columns}): ({plans[0]}, {plans[1]}),')
+    return lines
+
+
+def tune(record: dict[str, Any], path: Path) -> None:
+    """All candidates on all shapes; the file is written after each shape."""
+    gc.freeze()  # or each graph would look through all of torch
+    speed, began = record["copy_bytes_per_second"], time.perf_counter()
+    jobs: dict[tuple[int, ...], list[Future[None]]] = {}
+    cores = min(14, len(os.sched_getaffinity(0)))
+    with ProcessPoolExecutor(cores, multiprocessing.get_context("spawn")) as pool:
+        for shape in SHAPES:  # maps with the same patches share their kernels
+            if shape[3:] not in jobs:
+                todo = [(k, tile) for k in KERNELS for tile in TILES[columns_of(shape)][0]]
+                jobs[shape[3:]] = [pool.submit(compile_one, shape, *each) for each in todo]
+        for shape in SHAPES:
+            wait(jobs[shape[3:]])
+            for kernel in KERNELS:
+                row = tune_shape(shape, kernel, speed)
+                if row is None:
+                    continue
+                record["rows"].append(row)
+                shown = {k: round(v, 3) for k, v in row.items() if isinstance(v, float)}
+                print(shape, kernel, "best", row["best"], "default", row["default"], shown)
+            record["winners"] = winners(record["rows"])
+            path.write_text(json.dumps(record, indent=1) + "\n")
+            print(f"{time.perf_counter() - began:.0f} s", flush=True)
+    print("\n".join(record["winners"]), flush=True)
 
 
 def main() -> None:
@@ -195,7 +355,7 @@ def main() -> None:
     )
     parser.add_argument("--out", default="results")
     parser.add_argument("--commit", default="", help="recorded where git is not at hand")
-    parser.add_argument("--tune", action="store_true", help="try tiles, warps and waves instead")
+    parser.add_argument("--tune", action="store_true", help="try launches instead")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("gaussian_op.py needs a CUDA device.")
@@ -212,9 +372,7 @@ def main() -> None:
     }
     Path(options.out).mkdir(parents=True, exist_ok=True)
     if options.tune:
-        record["rows"] = tune(speed)
-        path = Path(options.out) / "gaussian_op_tuning.json"
-        path.write_text(json.dumps(record, indent=1) + "\n")
+        tune(record, Path(options.out) / "gaussian_op_tuning.json")
         return
     for dtype in (torch.bfloat16, torch.float32):
         for shape in SHAPES:

@@ -27,6 +27,7 @@ from . import on_gpu, run_interpreted
 
 # batch, channels, height, width, c_s, p: also rows of 12 and 27, which fill no power of two.
 SHAPES = [(2, 16, 4, 6, 8, 2), (3, 6, 4, 4, 3, 2), (1, 32, 8, 8, 4, 4), (2, 6, 6, 3, 3, 3)]
+SHAPES += [(2, 64, 4, 4, 32, 2)]
 
 _SCRIPT = """
 import json, torch
@@ -111,7 +112,28 @@ sick.requires_grad_()
 energies = patches.patch_energies(sick, leaves[2], *cut)
 for got in torch.autograd.grad(energies[0].sum() + 0.0 * energies[1].sum(), (sick, leaves[2])):
     huge.append(float(got.isnan().any()))
-print(json.dumps({"rows": rows, "higher": higher, "of_zero": zero, "huge": huge}))
+failed = []
+for name, columns in kernels.PLANS:  # small tiles: one program takes several of them
+    kernels.PLANS[name, columns] = (kernels.Plan(16, 4, 2, 1),) * 2
+for dtype in (torch.float32, torch.float16):
+    leaves, g, cut = inputs((3, 32, 4, 8, 16, 2), dtype, torch.channels_last)
+    a, q, metric, gamma = (t.detach() for t in leaves)
+    none, keep = torch.zeros((), dtype=dtype).expand_as(q), torch.tensor([0, 2])
+    true = plain_message(*(t.double() for t in (none, q, metric, gamma)), *cut)[keep]
+    metric, rest = permuted(metric, *cut), (*cut, True, True, kernels.direct)
+    sound = kernels.backward(a[keep], q[keep], metric, gamma[keep], g[keep], *rest)
+    for t in (a, q, g):
+        t[1] = float("nan")
+    gamma[1] = -1.0
+    out = kernels.forward(none, q, metric, gamma, *cut, kernels.direct)  # of different strides
+    dr, dm, dgamma = kernels.backward(a, q, metric, gamma, g, *rest)
+    plain, _, _ = kernels.backward(a, q, metric, gamma, g, *cut, False, False, kernels.direct)
+    failed.append({
+        "zeros": [float(t[1].abs().max()) for t in (out, dr, plain, dgamma)],
+        "errors": [relative(out[keep], true), relative(dm, sound[1].double()),
+                   relative(dr[keep], sound[0].double()), relative(plain, dr.double())],
+    })
+print(json.dumps({"failed": failed, "rows": rows, "higher": higher, "of_zero": zero, "huge": huge}))
 """
 
 
@@ -248,3 +270,10 @@ def test_wide_rows_are_left_to_a_compiler(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert not patches.can_fuse(given, given, given, 32, 2)
     assert patches.can_fuse(given, given, given, 8, 2)
+
+
+def test_failed_samples_send_and_receive_nothing(interpreted: Any) -> None:
+    """Their NaN reaches neither the message nor dr, dM and dγ; a = 0 may be one number expanded."""
+    for row, bound in zip(interpreted["failed"], (2e-6, 1e-2), strict=True):
+        assert max(row["zeros"]) == 0.0
+        assert max(row["errors"]) < bound
