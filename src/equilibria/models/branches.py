@@ -130,7 +130,7 @@ _PAPER = {
 # For the Gaussian kernel: five steps of the certificate's size leave less residual than ten of
 # Anderson's in bf16, and as many terms of the backward series; a training step is 6.8 times as fast
 # on an H200 (docs/performance.md). ``solver`` and ``adjoint`` take the papers' way back.
-_FUSED = few_steps(5, 5)
+_FUSED = few_steps(3, 2, 0.8)
 # With ‖W‖ ≤ 0.7 these keep ‖W‖² + 2‖c‖² and ‖W‖² + 0.7698‖c‖² below 1, so G is strongly convex.
 _RADII = {"polynomial": (PolynomialEq, 0.45), "sigmoid": (SigmoidEq, 0.75)}
 
@@ -179,12 +179,12 @@ def _family(
 
     # Revision 0 had parallel branches; of GEQ 1 had, and 0 also MeanPatchEnergy(detach=True).
     text = "GEQ branches in a chain"
-    yield made("geq", _gaussian, text, gaussian, "GEQ, Tables 1–2 and A.7", revision=2)
+    yield made("geq", _gaussian, text, gaussian, "GEQ, Tables 1–2 and A.7", revision=3)
     # KerDEQ cuts ImageNet's larger maps into larger patches.
     larger = {"patch": Patches(channels=4, size=4)} if imagenet else {}
     fixed = {**gaussian, **larger, "gamma": FixedGamma(0.5)}
     text = "KerDEQ branches in a chain, γ = 0.5"
-    yield made("kerdeq", _gaussian, text, fixed, "KerDEQ, Tables 1–2")
+    yield made("kerdeq", _gaussian, text, fixed, "KerDEQ, Tables 1–2", revision=2)
     # z = Wᵀσ(Wz + Ux + b), σ in the space of Wz, which keeps the GEQ's size.
     linear = {**shared, "constraint": NormBounded(bound=0.95), **few_steps(4, 3, 1.2)}
     text, count = "OptEq branches in a chain: the linear kernel", parameters if printed else None

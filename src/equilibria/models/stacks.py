@@ -179,7 +179,7 @@ def _family(
     bounded = {**shared, "constraint": NormBounded(bound=0.95), **linear}
     return (
         # Revision 0 had MeanPatchEnergy(detach=True).
-        made("geq", _geq, f"{layers} in sequence, GEQ with skips", {**shared, **gaussian}, 1),
+        made("geq", _geq, f"{layers} in sequence, GEQ with skips", {**shared, **gaussian}, 2),
         made("opteq", _opteq, f"linear {twin}: OptEq layers", bounded, revision),
         made("explicit", ExplicitPair, f"explicit {twin}: two convolutions for each layer", shared),
     )
@@ -193,7 +193,7 @@ _CIFAR = {
     "constraint": NormBounded(bound=1.2),
     "bias": False,  # the norm before U has a shift of its own (with norm="after" U has neither)
     "shift": False,
-    **few_steps(4, 3),
+    **few_steps(3, 2, 0.8),
 }
 # The linear twin's bounds are 1 − ‖W‖² ⪯ ∇²g ⪯ 1, so that the certificate's step is 1.8 at a norm
 # of 0.95: best against the worst direction, but it turns the many in which W is small over and
