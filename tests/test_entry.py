@@ -130,26 +130,6 @@ def test_throw_after_fixed_steps_raises_only_when_something_blew_up(adjoint: Any
         eq.fixed_point(no_solution, torch.zeros(2, 3), **how)
 
 
-def test_each_sample_has_its_own_result() -> None:
-    rate = torch.tensor([[0.5], [3.0], [0.999], [0.5]], dtype=torch.float64)
-    x = torch.ones(4, 2, dtype=torch.float64)
-    x[3] = float("nan")
-    with pytest.warns(eq.ConvergenceWarning) as caught:
-        sol = eq.fixed_point(
-            lambda z: rate * z + x, torch.zeros(4, 2).double(), solver=eq.Picard(rtol=1e-6)
-        )
-    names = [eq.Result(int(code)).name for code in sol.result]
-    assert names == ["converged", "diverged", "max_steps", "nonfinite"]
-    message = str(caught[0].message)
-    for name in names[1:]:
-        assert f"1 of 4 samples {name}" in message
-    assert sol.counts() == dict.fromkeys(
-        [eq.Result.converged, eq.Result.max_steps, eq.Result.diverged, eq.Result.nonfinite], 1
-    )
-    for name in names:
-        assert f"1 {name}" in sol.summary()
-
-
 def test_nothing_diverged_is_called_converged() -> None:
     """Maps without a fixed point, by every solver, from every start: never converged."""
     maps = {

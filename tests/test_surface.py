@@ -53,6 +53,12 @@ def _both(package: str, name: str) -> tuple[str, str]:
 # What begins so is gone, and why.
 DROPPED: dict[str, str] = {
     "equilibria.evaluation.Reliability.to_dict": "dataclasses.asdict gives the same",
+    "equilibria.evaluation.CorruptionReport.mean_corruption_error": "a line of torch",
+    **{
+        f"equilibria.nn.{kind}{name}": "eq.jacobian_penalty, or collect_penalties"
+        for kind in ("DEQ", "MDEQ")
+        for name in (".forward_with_penalty", "(jacobian_samples")
+    },
     **{
         f"equilibria.evaluation.timing.{name}": "a profile is one table and a list of suggestions"
         for name in (

@@ -80,17 +80,6 @@ def test_table(report: CorruptionReport) -> None:
     assert next(iter(table.columns[3].cells)) == f"{100 * float(report.accuracy[0, 2]):.1f}"
 
 
-def test_error_against_a_baseline(report: CorruptionReport) -> None:
-    assert report.mean_corruption_error(report) == pytest.approx(1.0)
-    worse = dataclasses.replace(report, accuracy=1 - 2 * (1 - report.accuracy))
-    assert report.mean_corruption_error(worse) == pytest.approx(0.5)
-    with pytest.raises(ValueError, match="same kinds"):
-        report.mean_corruption_error(dataclasses.replace(report, kinds=CORRUPTIONS[::-1]))
-    perfect = dataclasses.replace(report, accuracy=torch.ones(19, 5))
-    with pytest.raises(ValueError, match="divides by it"):
-        report.mean_corruption_error(perfect)
-
-
 def test_what_is_not_finite_is_counted() -> None:
     def fragile(x: Tensor) -> Tensor:
         bright = x.mean((1, 2, 3))

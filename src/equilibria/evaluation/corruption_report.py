@@ -61,15 +61,6 @@ class CorruptionReport:
     def mean_accuracy(self) -> float:
         return float(self.accuracy.mean())
 
-    def mean_corruption_error(self, baseline: CorruptionReport) -> float:
-        """mCE against ``baseline``: mean over kinds of Σ_s error_s/Σ_s error_s of the baseline."""
-        if (baseline.kinds, baseline.severities) != (self.kinds, self.severities):
-            raise ValueError("the baseline must have the same kinds and severities.")
-        own, other = ((1.0 - r.accuracy).sum(1) for r in (self, baseline))
-        if bool((other == 0).any()):
-            raise ValueError("the baseline makes no error on some corruption: mCE divides by it.")
-        return float((own / other).mean())
-
     def to_dict(self) -> dict[str, Any]:
         found = {
             key: getattr(self, key) for key in ("model", "dataset", "split", "samples", "seed")

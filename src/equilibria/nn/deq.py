@@ -49,12 +49,10 @@ class MonitoredMapLayer(MapLayer):
         solver: SolverOptions | None = None,
         adjoint: Adjoint | None = None,
         jacobian_weight: float = 0.0,
-        jacobian_samples: int = 1,
     ) -> None:
         super().__init__(solver, adjoint)
-        self.jacobian_weight, self.jacobian_samples = jacobian_weight, jacobian_samples
+        self.jacobian_weight = jacobian_weight
         check_number(self, "jacobian_weight", low=0.0)
-        check_number(self, "jacobian_samples", low=1, integer=True)
 
     def injected(self, x: Any) -> tuple[Any, ...]:
         """``inject(x)`` as it is: x enters the map itself, whose answer shows bad samples."""
@@ -77,21 +75,9 @@ class MonitoredMapLayer(MapLayer):
         report(self, solution)
         wanted = collectors(self) if self.jacobian_weight > 0 else []
         if wanted:
-            values, kept = self._penalty(solution, step, injected)
-            mean = values.sum() / kept.sum().clamp_min(1)
+            penalty = self._penalty(solution, step, injected)
             for found in wanted:
-                found.add(self, self.jacobian_weight * mean)
-
-    def forward_with_penalty(self, x: Any, z0: Any = None) -> tuple[Any, Tensor]:
-        """(z*, ‖J‖²_F/n of each sample [B]), both with a graph, from one map.
-
-        Add ``layer.jacobian_weight * penalty.mean()`` to the loss. Samples whose solve blew up
-        have the penalty 0. ``collect_penalties`` does this for a whole model.
-        """
-        step, start, injected = self.prepared(x, z0)
-        solution = self.solve_map(step, start, injected)
-        report(self, solution)
-        return solution.value, self._penalty(solution, step, injected)[0]
+                found.add(self, self.jacobian_weight * penalty)
 
     def spectral_radius(
         self,
@@ -117,15 +103,15 @@ class MonitoredMapLayer(MapLayer):
 
     def _penalty(
         self, solution: Solution[Any], step: Callable[..., Any], injected: tuple[Any, ...]
-    ) -> tuple[Tensor, Tensor]:
-        """The penalty [B], zero for samples that failed, and which did not, [B]."""
+    ) -> Tensor:
+        """‖J‖²_F/n at z*, the mean over the samples that did not fail."""
         failed = failed_codes(solution.result)
         # Their inputs may hold NaN, and 0·NaN is NaN in the gradients of shared weights.
         z, given = map_tensors(lambda t: lend(t, failed), (solution.value, injected))
-        values = jacobian_penalty(step, z, given, samples=self.jacobian_samples)
+        values = jacobian_penalty(step, z, given)
         if failed is None:
-            return values, torch.ones_like(values, dtype=torch.bool)
-        return torch.where(failed, 0.0, values), ~failed
+            return values.mean()
+        return torch.where(failed, 0.0, values).sum() / (~failed).sum().clamp_min(1)
 
     @torch.no_grad()
     def certify(self, x: Any, z: Any = None) -> MapCertificate:
@@ -280,8 +266,7 @@ class DEQ(BlockHolder, MonitoredMapLayer):
         block: block(z, x) → z.
         start: where the solver starts: None is zero, shaped as x; (n, ...) is zero, [B, n, ...]; or
             a function x → z0, which a state that is a tree needs.
-        jacobian_weight, jacobian_samples: the weight of ‖J‖²_F/n in ``collect_penalties``, and the
-            random vectors for an estimate of it.
+        jacobian_weight: the weight of ‖J‖²_F/n in ``collect_penalties``.
         solver, adjoint: Anderson() and Implicit() if not given.
     """
 
@@ -293,11 +278,10 @@ class DEQ(BlockHolder, MonitoredMapLayer):
         *,
         start: Start = None,
         jacobian_weight: float = 0.0,
-        jacobian_samples: int = 1,
         solver: SolverOptions | None = None,
         adjoint: Adjoint | None = None,
     ) -> None:
-        MonitoredMapLayer.__init__(self, solver, adjoint, jacobian_weight, jacobian_samples)
+        MonitoredMapLayer.__init__(self, solver, adjoint, jacobian_weight)
         self._hold(block, start)
 
     def inject(self, x: Any) -> tuple[Any, ...]:

@@ -205,7 +205,7 @@ class MDEQ(MonitoredMapLayer):
         constraint: on the blocks' kernels and the 1 × 1 kernels of the fusion;
             ``WeightNormalized()`` in the paper.
         calm: in (0, 1], see above; 1.0 where ``affine=False``.
-        jacobian_weight, jacobian_samples, solver, adjoint: as in DEQ.
+        jacobian_weight, solver, adjoint: as in DEQ.
     """
 
     shown = ("channels", "dropout", "jacobian_weight")
@@ -224,11 +224,10 @@ class MDEQ(MonitoredMapLayer):
         constraint: Constraint = WeightNormalized(),  # noqa: B008 — frozen
         calm: float = 0.2,
         jacobian_weight: float = 0.0,
-        jacobian_samples: int = 1,
         solver: SolverOptions | None = None,
         adjoint: Adjoint | None = None,
     ) -> None:
-        super().__init__(solver, adjoint, jacobian_weight, jacobian_samples)
+        super().__init__(solver, adjoint, jacobian_weight)
         self.channels = _counts("MDEQ", "channels", channels)
         each = (blocks,) * len(self.channels) if isinstance(blocks, int) else blocks
         self.blocks = _counts("MDEQ", "blocks", each, len(self.channels))
