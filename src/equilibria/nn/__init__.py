@@ -5,6 +5,7 @@ from .constraints import NormBounded, OperatorNorm, WeightNormalized, constrain
 from .deep_opteq import BoundBlock, DeepOptEq, OptEqBlock, training_way
 from .deq import DEQ, RepeatedBlock, ResidualBlock
 from .envelope import Envelope
+from .freezing import frozen_copy
 from .geq import GEQ, KerDEQ
 from .kernel_twins import PolynomialEq, SigmoidEq
 from .layer import EquilibriumLayer, LayerOptions, MapLayer
@@ -49,6 +50,7 @@ __all__ = [
     "constrain",
     "constraints",
     "equilibrium_layers",
+    "frozen_copy",
     "observe",
     "set_steps",
     "training_way",

@@ -12,10 +12,12 @@ that is asked is that rM is finite in its own dtype.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from equilibria.engine.transforms import may_keep, may_reuse, version
 from equilibria.engine.tree import accumulation_dtype
 
 __all__ = [
@@ -140,10 +142,19 @@ def plain_message(
 
 
 def permuted(metric: Tensor, channels: int, size: int) -> Tensor:
-    """M with rows and columns from the order (channel, dy, dx) to (dy, dx, channel)."""
+    """M with rows and columns from the order (channel, dy, dx) to (dy, dx, channel).
+
+    It is kept with M: the energies, the message and later solves of one M ask for the same.
+    """
     k, p = channels, size
+    kept: Any = metric.__dict__.get("_permuted") if may_reuse() else None
+    if kept is not None and kept[0] == (k, p, version(metric)):
+        return cast("Tensor", kept[1])
     m = metric.view(k, p, p, k, p, p).permute(1, 2, 0, 4, 5, 3)
-    return m.reshape(k * p * p, k * p * p).contiguous()
+    m = m.reshape(k * p * p, k * p * p).contiguous()
+    if may_keep(metric):
+        metric.__dict__["_permuted"] = ((k, p, version(metric)), m)
+    return m
 
 
 def restored(metric: Tensor, channels: int, size: int) -> Tensor:

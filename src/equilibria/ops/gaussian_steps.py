@@ -7,15 +7,19 @@ Fused on a GPU where ``can_fuse`` allows it, plain elsewhere; both leave out sam
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
+from equilibria.engine.result import Result
+from equilibria.engine.transforms import transforms_active
 from equilibria.engine.tree import sample_norm
 
 from .gaussian import gaussian_message, gaussian_message_jvp
 from .gaussian_patches import TRITON, Cut, can_fuse, merge_rows, permuted, restored, split_rows
 
-__all__ = ["PatchMessage", "blank", "residual_norms", "threshold_sum"]
+__all__ = ["PatchMessage", "Verdict", "judge", "mean_rate", "residual_norms", "threshold_sum"]
 
 
 class PatchMessage:
@@ -45,10 +49,8 @@ class PatchMessage:
         if self.fused:
             from . import gaussian_triton as kernels
 
-            given = self.c.new_zeros(()).expand_as(self.c) if a is None else a
-            return kernels.forward(
-                given, self.c, self._metric, self._rate, *self.cut, kernels.direct, scale
-            )
+            given = a, self.c, self._metric, self._rate, *self.cut
+            return kernels.forward(*given, kernels.direct, scale)
         rows = self._rows(a)
         message, _ = gaussian_message(rows, self.metric, self.gamma)
         return self._merge(scale * message)
@@ -100,14 +102,64 @@ class PatchMessage:
         return merge_rows(rows, self.c.shape, *self.cut, channels_last=last).to(self.c.dtype)
 
 
-def residual_norms(f: Tensor, z: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(‖f − z‖, ‖f‖) of every sample, [B], in float32 or better; None is z = 0."""
+def residual_norms(f: Tensor, z: Tensor | None) -> Tensor:
+    """(‖f − z‖, ‖f‖) of the parts of every sample, [B, parts, 2], for ``judge``; None is z = 0."""
     if _vectors(f, f if z is None else z):
         from .pointwise_triton import residual_norms as fused
 
         return fused(f, z)
     scale = sample_norm([f])
-    return (scale if z is None else sample_norm([f - z])), scale
+    moved = scale if z is None else sample_norm([f - z])
+    return torch.stack([moved, scale], 1).unsqueeze(1)
+
+
+class Verdict(NamedTuple):
+    """What a solve of fixed steps came to, sample by sample, [B] each."""
+
+    failed: Tensor
+    """Whether it diverged or met NaN or infinity, bool."""
+    residual: Tensor
+    relative: Tensor
+    """The residual over ‖f‖."""
+    code: Tensor
+    """``Result``, int8."""
+    steps: Tensor
+    """int32."""
+
+
+def judge(z: Tensor, first: Tensor, last: Tensor, divergence: float, steps: int) -> Verdict:
+    """The verdict on z by the ``residual_norms`` of the first and the last of ``steps`` steps.
+
+    A sample diverged if its last residual is above divergence·(residual + ‖f‖) of the first. In
+    place, z gets zeros for the samples that failed; the others are not touched.
+    """
+    if _vectors(z):
+        from .pointwise_triton import judge as fused
+
+        failed, residual, relative, code, taken = fused(z, first, last, divergence, steps)
+        return Verdict(failed.view(torch.bool), residual, relative, code, taken)
+    residual, scale = last[:, 0].unbind(1)
+    # Norms are not negative, and NaN is below nothing.
+    finite = last[:, 0].amax(1) < torch.inf
+    diverged = finite & (residual > divergence * first[:, 0].sum(1))
+    ended = torch.where(diverged, int(Result.diverged), int(Result.fixed_steps))
+    code = torch.where(finite, ended, int(Result.nonfinite)).to(torch.int8)
+    relative = residual / scale.clamp_min(torch.finfo(scale.dtype).tiny)
+    failed = diverged | ~finite
+    z.masked_fill_(failed.view(-1, *[1] * (z.ndim - 1)), 0.0)
+    taken = torch.full_like(code, steps, dtype=torch.int32)
+    return Verdict(failed, residual, relative, code, taken)
+
+
+def mean_rate(energies: Tensor, scale: float, floor: float) -> Tensor | None:
+    """γ of ``MeanPatchEnergy`` [B] by one kernel; None where it does not serve. [B, P] → [B]."""
+    if energies.requires_grad and torch.is_grad_enabled():
+        return None
+    if torch.compiler.is_compiling() or transforms_active() or not _vectors(energies):
+        return None
+    from .pointwise_triton import mean_rate as fused
+
+    return fused(energies, scale, floor)
 
 
 def threshold_sum(z: Tensor, g: Tensor, d: Tensor, y: Tensor, kappa: float) -> Tensor:
@@ -117,15 +169,6 @@ def threshold_sum(z: Tensor, g: Tensor, d: Tensor, y: Tensor, kappa: float) -> T
 
         return masked_sum(z, g, d, y, kappa)
     return torch.where(z > 0, torch.add(g, d, alpha=kappa) + y, 0.0)
-
-
-def blank(z: Tensor, failed: Tensor) -> Tensor:
-    """z, in place, with zeros for the samples of ``failed`` [B]; the others are not touched."""
-    if _vectors(z):
-        from .pointwise_triton import blank as fused
-
-        return fused(z, failed)
-    return z.masked_fill_(failed.view(-1, *[1] * (z.ndim - 1)), 0.0)
 
 
 def _vectors(*tensors: Tensor) -> bool:

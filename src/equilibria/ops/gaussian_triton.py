@@ -81,7 +81,7 @@ def _forward_kernel(
     count, groups, across, down,
     asb, asc, ash, asw, csb, csc, csh, csw, osb, osc, osh, osw,
     CS: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+    COLUMNS: tl.constexpr, PRECISION: tl.constexpr, GIVEN: tl.constexpr,
 ):  # fmt: skip
     columns = tl.arange(0, COLUMNS)
     live = columns < WIDTH
@@ -92,7 +92,9 @@ def _forward_kernel(
         mask = (rows < count)[:, None] & live[None, :]
         at, sample = _offsets(rows, columns, groups, across, down, asb, asc, ash, asw, CS, P)
         ct, _ = _offsets(rows, columns, groups, across, down, csb, csc, csh, csw, CS, P)
-        left = tl.load(a + at, mask=mask, other=0.0).to(tl.float32)
+        left = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+        if GIVEN:
+            left = tl.load(a + at, mask=mask, other=0.0).to(tl.float32)
         right = tl.load(c + ct, mask=mask, other=0.0).to(tl.float32)
         rate = tl.load(gamma + sample, mask=rows < count, other=0.0)
         # Chosen after the loads, which then wait for nothing. A NaN is not a failure: it must show.
@@ -250,7 +252,7 @@ def _launch(
 
 
 def forward(
-    a: Tensor,
+    a: Tensor | None,
     c: Tensor,
     metric: Tensor,
     gamma: Tensor,
@@ -259,15 +261,15 @@ def forward(
     wrap: Any,
     scale: float = 1.0,
 ) -> Tensor:
-    """scale·e·v for every row of a − c, lying in memory as c.
+    """scale·e·v for every row of a − c, lying in memory as c; None is a = 0, which is not read.
 
     a, c [B, C, H, W]; metric [k, k] permuted; gamma [B] float32.
     """
-    layout, programs, constants = _launch(a, metric, channels, size)
-    out = torch.empty_like(c)
-    strides = *a.stride(), *c.stride(), *out.stride()
-    given = a, c, metric, gamma, out, scale
-    wrap(_forward_kernel)[(programs,)](*given, *layout, *strides, **constants)
+    layout, programs, constants = _launch(c, metric, channels, size)
+    out, left = torch.empty_like(c), c if a is None else a
+    strides = *left.stride(), *c.stride(), *out.stride()
+    given = left, c, metric, gamma, out, scale
+    wrap(_forward_kernel)[(programs,)](*given, *layout, *strides, GIVEN=a is not None, **constants)
     return out
 
 

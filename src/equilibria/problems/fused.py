@@ -26,10 +26,16 @@ from torch import Tensor
 
 from equilibria.adjoints import Phantom
 from equilibria.engine.adjoint import Adjoint
-from equilibria.engine.result import BackwardStats, Result, Solution, Stats
+from equilibria.engine.result import BackwardStats, Solution, Stats
 from equilibria.engine.solver import Choice, Solver
 from equilibria.engine.transforms import functorch_active, transforms_active
-from equilibria.ops.gaussian_steps import PatchMessage, blank, residual_norms, threshold_sum
+from equilibria.ops.gaussian_steps import (
+    PatchMessage,
+    Verdict,
+    judge,
+    residual_norms,
+    threshold_sum,
+)
 from equilibria.solvers import Picard, ProximalGradient
 
 from .gaussian import Gaussian
@@ -83,7 +89,8 @@ class _Solve:
     cut: tuple[int, int]
     divergence: float
     zero_start: bool
-    found: tuple[Tensor, Tensor, Tensor] | None = None  # residual, scale and result code, [B]
+    kernels: tuple[Tensor, ...] = ()  # W and its flipped kernel, as the maps lie
+    found: Verdict | None = None
 
 
 def fused_solve(
@@ -104,15 +111,14 @@ def fused_solve(
         cut=(q.patches.channels, q.patches.size),
         divergence=choice.solver.divergence,
         zero_start=zero_start,
+        kernels=q.operator.laid_out(_layout(z0)),
     )
     with torch.autocast(z0.device.type, enabled=False):
         value: Tensor = _FusedSteps.apply(  # type: ignore[no-untyped-call]
             q.c, q.operator.weight, q.metric, q.gamma, z0.to(q.c.dtype), run
         )
     assert run.found is not None
-    residual, scale, code = run.found
-    relative = residual / scale.clamp_min(torch.finfo(scale.dtype).tiny)
-    steps = torch.full_like(code, run.steps, dtype=torch.int32)
+    _failed, residual, relative, code, steps = run.found
     stats = Stats(steps, residual, relative, run.steps, 0, BackwardStats())
     return Solution(value, code, stats)
 
@@ -125,24 +131,22 @@ class _FusedSteps(torch.autograd.Function):
         ctx: Any, c: Tensor, weight: Tensor, metric: Tensor, gamma: Tensor, z0: Tensor, run: _Solve
     ) -> Tensor:
         kernel = PatchMessage(c, metric, gamma, run.cut)
-        weight = _laid_out(weight, z0)
-        flipped = _laid_out(weight.flip(2, 3).transpose(0, 1), z0)
+        (weight, flipped), run.kernels = run.kernels, ()
         z: Tensor | None = None if run.zero_start else z0
         # At stride 1 the adjoint of a convolution is the one with the flipped kernel.
         for step in range(run.steps):
             a = None if z is None else _convolve(z, weight)
             following = _advance(kernel.message(a, -run.tau), flipped, z, 1.0 - run.tau)
             if step in (0, run.steps - 1):
-                residual, scale = residual_norms(following, z)
+                last = residual_norms(following, z)
                 if step == 0:
-                    limit = run.divergence * (residual + scale)
+                    first = last
             z = following
         assert z is not None
-        failed = _judge(run, residual, scale, limit)
-        if run.zero_start:
-            z = clean = blank(z, failed)
-        else:
-            clean = blank(z.clone(), failed)
+        clean = z if run.zero_start else z.clone()
+        run.found = judge(clean, first, last, run.divergence, run.steps)
+        failed = run.found.failed
+        if not run.zero_start:
             z = torch.where(failed.view(-1, 1, 1, 1), z0, z)
         ctx.run = run
         ctx.save_for_backward(c, weight, flipped, metric, gamma, clean, failed)
@@ -188,22 +192,10 @@ def _pull(
     )
 
 
-def _judge(run: _Solve, residual: Tensor, scale: Tensor, limit: Tensor) -> Tensor:
-    """Write down each sample's result; the mask [B] of those that failed."""
-    infinite = ~(torch.isfinite(residual) & torch.isfinite(scale))
-    diverged = (residual > limit) & ~infinite
-    code = torch.full_like(residual, int(Result.fixed_steps), dtype=torch.int8)
-    code = torch.where(diverged, int(Result.diverged), code)
-    code = torch.where(infinite, int(Result.nonfinite), code).to(torch.int8)
-    run.found = residual, scale, code
-    return infinite | diverged
-
-
-def _laid_out(weight: Tensor, like: Tensor) -> Tensor:
-    """The weight in the memory format of the maps: a convolution would bring it there each time."""
-    last = like.is_contiguous(memory_format=torch.channels_last) and not like.is_contiguous()
-    layout = torch.channels_last if last else torch.contiguous_format
-    return weight.contiguous(memory_format=layout)
+def _layout(maps: Tensor) -> torch.memory_format:
+    """How weights should lie: a convolution would bring them there each time."""
+    last = maps.is_contiguous(memory_format=torch.channels_last) and not maps.is_contiguous()
+    return torch.channels_last if last else torch.contiguous_format
 
 
 def _padding(weight: Tensor) -> list[int]:
