@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import equilibria as eq
 from equilibria.engine.result import Result
+from tests.ops import on_gpu
 
 PATCH = eq.Patches(channels=4, size=2)
 
@@ -151,6 +152,50 @@ def test_certificates_are_those_of_the_model() -> None:
     right, found = eq.certify(made, x), eq.certify(frozen, x)
     assert found.contraction == right.contraction
     torch.testing.assert_close(found.error_bound, right.error_bound)
+
+
+@pytest.mark.slow
+def test_it_compiles() -> None:
+    frozen, x = eq.nn.frozen_copy(layer()), images()
+    compiled = torch.compile(frozen, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        right = frozen(x)
+        torch.testing.assert_close(compiled(x), right)
+
+
+@on_gpu
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_captured_copy_on_the_gpu(dtype: torch.dtype) -> None:
+    """Replayed on other images than at capture, one of them not a number."""
+    own = stack().cuda()
+    frozen = eq.nn.frozen_copy(own)
+    cast = dtype == torch.bfloat16
+    x = torch.randn(4, 3, 32, 32, device="cuda").to(memory_format=torch.channels_last)
+
+    def answer(model: nn.Module) -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16, enabled=cast, cache_enabled=False):
+            found: Tensor = model(x)
+        return found
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.testing.assert_close(answer(frozen), answer(own))
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), eq.nn.observe(frozen) as seen:
+        logits = answer(frozen)
+    x.copy_(torch.randn_like(x))
+    healthy = answer(own)
+    x[1, 0, 0, 0] = float("nan")
+    graph.replay()
+    rest = [0, 2, 3]
+    torch.testing.assert_close(logits[rest], healthy[rest])
+    for (found,) in seen.solutions.values():
+        assert found.result.tolist() == [5, 3, 5, 5]
+        assert bool(found.stats.relative[rest].isfinite().all())
+        assert found.stats.steps.tolist() == [1] * 4
 
 
 # ---------------------------------------------------------------------------- how much is launched

@@ -20,8 +20,9 @@ def frozen_copy(model: Model) -> Model:
     """A copy in evaluation mode whose weights stay: answers are the same, and sooner there.
 
     Constraints are evaluated once, here, and their results are ordinary parameters. GEQ layers keep
-    what their solves without gradients make of the weights (casts, W_hW_hᵀ, flipped kernels). For
-    one image on a GPU, where time is the number of kernels, this is most of the time:
+    what their first solve without gradients makes of the weights (casts, W_hW_hᵀ, flipped kernels):
+    let it end before other streams, threads or a CUDA graph use the copy. For one image on a GPU,
+    where time is the number of kernels, this is most of the time:
 
         network = eq.nn.frozen_copy(model)
         with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
