@@ -145,18 +145,18 @@ def test_a_verdict_on_every_sample() -> None:
     first, last = (torch.tensor([row[i] for row in JUDGED]).unsqueeze(1) for i in (0, 1))
     z = torch.randn(len(JUDGED), 3, 2, 2)
     given = z.clone()
-    found = judge(z, first, last, 10.0, 5)
+    found_failed, residual, relative, code, steps = judge(z, first, last, 10.0, 5)
     codes = torch.tensor([int(Result[name]) for *_, name in JUDGED], dtype=torch.int8)
-    assert torch.equal(found.code, codes)
-    assert found.code.dtype == torch.int8
+    assert torch.equal(code, codes)
+    assert code.dtype == torch.int8
     failed = codes != int(Result.fixed_steps)
-    assert torch.equal(found.failed, failed)
+    assert torch.equal(found_failed, failed)
     assert float(z[failed].abs().max()) == 0.0
     assert torch.equal(z[~failed], given[~failed])
-    torch.testing.assert_close(found.residual, last[:, 0, 0], rtol=0.0, atol=0.0, equal_nan=True)
-    assert found.relative[[0, -1]].tolist() == [5.0, 0.0]
-    assert found.steps.tolist() == [5] * len(JUDGED)
-    assert found.steps.dtype == torch.int32
+    torch.testing.assert_close(residual, last[:, 0, 0], rtol=0.0, atol=0.0, equal_nan=True)
+    assert relative[[0, -1]].tolist() == [5.0, 0.0]
+    assert steps.tolist() == [5] * len(JUDGED)
+    assert steps.dtype == torch.int32
 
 
 @given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 4), st.integers(1, 3))

@@ -5,7 +5,6 @@ from .constraints import NormBounded, OperatorNorm, WeightNormalized, constrain
 from .deep_opteq import BoundBlock, DeepOptEq, OptEqBlock, training_way
 from .deq import DEQ, RepeatedBlock, ResidualBlock
 from .envelope import Envelope
-from .freezing import frozen_copy
 from .geq import GEQ, KerDEQ
 from .kernel_twins import PolynomialEq, SigmoidEq
 from .layer import EquilibriumLayer, LayerOptions, MapLayer
@@ -14,7 +13,7 @@ from .monotone import MonotoneDEQ, TransposedSplitting
 from .multi_branch import BranchSolution, MultiBranch
 from .observing import Observed, Penalties, collect_penalties, equilibrium_layers, observe
 from .opteq import OptEq
-from .steps import calibrate_steps, set_steps
+from .steps import calibrate_steps, frozen_copy, set_steps
 
 __all__ = [
     "DEQ",

@@ -65,7 +65,7 @@ class GEQ(WeightedLayer):
 
     shown = (*WeightedLayer.shown, "patch", "gamma")
     log_gamma: nn.Parameter | None
-    _kept: tuple[Any, ...] | None = None  # of a frozen layer: the weights' state, a coupling
+    _kept: tuple[Any, ...] | None = None  # frozen: the weights' state, a coupling, the weights
 
     def __init__(
         self,
@@ -127,10 +127,6 @@ class GEQ(WeightedLayer):
         if self.patch is not None:
             self.patch.check(c.shape)
         return Problem(self.prior, self._coupling(c))
-
-    def freeze(self) -> None:
-        """Keep what solves without gradients make of the weights alone (``frozen_copy``)."""
-        self._kept = ()
 
     def _coupling(self, c: Tensor) -> Gaussian:
         """The coupling at c; of a frozen layer that of an earlier call, while the weights last."""

@@ -12,7 +12,7 @@ that is asked is that rM is finite in its own dtype.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -142,18 +142,17 @@ def plain_message(
 
 
 def permuted(metric: Tensor, channels: int, size: int) -> Tensor:
-    """M with rows and columns from the order (channel, dy, dx) to (dy, dx, channel).
-
-    It is kept with M: the energies, the message and later solves of one M ask for the same.
-    """
+    """M with rows and columns from the order (channel, dy, dx) to (dy, dx, channel)."""
     k, p = channels, size
-    kept: Any = metric.__dict__.get("_permuted") if may_reuse() else None
-    if kept is not None and kept[0] == (k, p, version(metric)):
-        return cast("Tensor", kept[1])
+    # Kept with M, of which the energies, the message and later solves ask for the same.
+    kept: dict[Any, Tensor] = metric.__dict__.setdefault("_permuted", {}) if may_reuse() else {}
+    key = k, p, version(metric)
+    if key in kept:
+        return kept[key]
     m = metric.view(k, p, p, k, p, p).permute(1, 2, 0, 4, 5, 3)
     m = m.reshape(k * p * p, k * p * p).contiguous()
     if may_keep(metric):
-        metric.__dict__["_permuted"] = ((k, p, version(metric)), m)
+        kept[key] = m
     return m
 
 

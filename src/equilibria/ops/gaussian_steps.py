@@ -7,8 +7,6 @@ Fused on a GPU where ``can_fuse`` allows it, plain elsewhere; both leave out sam
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -19,7 +17,7 @@ from equilibria.engine.tree import sample_norm
 from .gaussian import gaussian_message, gaussian_message_jvp
 from .gaussian_patches import TRITON, Cut, can_fuse, merge_rows, permuted, restored, split_rows
 
-__all__ = ["PatchMessage", "Verdict", "judge", "mean_rate", "residual_norms", "threshold_sum"]
+__all__ = ["PatchMessage", "judge", "mean_rate", "residual_norms", "threshold_sum"]
 
 
 class PatchMessage:
@@ -113,22 +111,10 @@ def residual_norms(f: Tensor, z: Tensor | None) -> Tensor:
     return torch.stack([moved, scale], 1).unsqueeze(1)
 
 
-class Verdict(NamedTuple):
-    """What a solve of fixed steps came to, sample by sample, [B] each."""
-
-    failed: Tensor
-    """Whether it diverged or met NaN or infinity, bool."""
-    residual: Tensor
-    relative: Tensor
-    """The residual over ‖f‖."""
-    code: Tensor
-    """``Result``, int8."""
-    steps: Tensor
-    """int32."""
-
-
-def judge(z: Tensor, first: Tensor, last: Tensor, divergence: float, steps: int) -> Verdict:
-    """The verdict on z by the ``residual_norms`` of the first and the last of ``steps`` steps.
+def judge(
+    z: Tensor, first: Tensor, last: Tensor, divergence: float, steps: int
+) -> tuple[Tensor, ...]:
+    """(failed, residual, residual/‖f‖, ``Result``, steps), [B], by ``residual_norms`` of two steps.
 
     A sample diverged if its last residual is above divergence·(residual + ‖f‖) of the first. In
     place, z gets zeros for the samples that failed; the others are not touched.
@@ -136,8 +122,7 @@ def judge(z: Tensor, first: Tensor, last: Tensor, divergence: float, steps: int)
     if _vectors(z):
         from .pointwise_triton import judge as fused
 
-        failed, residual, relative, code, taken = fused(z, first, last, divergence, steps)
-        return Verdict(failed.view(torch.bool), residual, relative, code, taken)
+        return fused(z, first, last, divergence, steps)
     residual, scale = last[:, 0].unbind(1)
     # Norms are not negative, and NaN is below nothing.
     finite = last[:, 0].amax(1) < torch.inf
@@ -147,15 +132,13 @@ def judge(z: Tensor, first: Tensor, last: Tensor, divergence: float, steps: int)
     relative = residual / scale.clamp_min(torch.finfo(scale.dtype).tiny)
     failed = diverged | ~finite
     z.masked_fill_(failed.view(-1, *[1] * (z.ndim - 1)), 0.0)
-    taken = torch.full_like(code, steps, dtype=torch.int32)
-    return Verdict(failed, residual, relative, code, taken)
+    return failed, residual, relative, code, torch.full_like(code, steps, dtype=torch.int32)
 
 
 def mean_rate(energies: Tensor, scale: float, floor: float) -> Tensor | None:
     """γ of ``MeanPatchEnergy`` [B] by one kernel; None where it does not serve. [B, P] → [B]."""
-    if energies.requires_grad and torch.is_grad_enabled():
-        return None
-    if torch.compiler.is_compiling() or transforms_active() or not _vectors(energies):
+    graph = energies.requires_grad and torch.is_grad_enabled()
+    if graph or torch.compiler.is_compiling() or transforms_active() or not _vectors(energies):
         return None
     from .pointwise_triton import mean_rate as fused
 

@@ -50,15 +50,14 @@ def _joined(parts, sample, count, which, PARTS: tl.constexpr):
     """The norm of a sample from the norms of its parts, in float32."""
     at = tl.arange(0, PARTS)
     norms = tl.load(parts + (sample * count + at) * 2 + which, mask=at < count, other=0.0)
-    norms = norms.to(tl.float64)
-    return tl.sqrt(tl.sum(norms * norms, 0)).to(tl.float32)
+    return tl.sqrt(tl.sum(norms.to(tl.float64) * norms, 0)).to(tl.float32)
 
 
 @triton.jit
 def _judge_kernel(
     z, first, last, failed, residuals, relatives, codes, taken,
     divergence, steps, size, stride, before, after,
-    PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr, TINY: tl.constexpr,
     FIXED: tl.constexpr, DIVERGED: tl.constexpr, NONFINITE: tl.constexpr,
 ):  # fmt: skip
     sample = tl.program_id(0).to(tl.int64)
@@ -72,8 +71,7 @@ def _judge_kernel(
     if tl.program_id(1) == 0:
         tl.store(failed + sample, bad.to(tl.int8))
         tl.store(residuals + sample, residual)
-        tiny = 1.1754943508222875e-38
-        tl.store(relatives + sample, residual / tl.where(scale < tiny, tiny, scale))
+        tl.store(relatives + sample, residual / tl.where(scale < TINY, TINY, scale))
         code = tl.where(finite, tl.where(diverged, DIVERGED, FIXED), NONFINITE)
         tl.store(codes + sample, code.to(tl.int8))
         tl.store(taken + sample, steps)
@@ -125,27 +123,24 @@ def residual_norms(f: Tensor, z: Tensor | None) -> Tensor:
 
 def judge(
     z: Tensor, first: Tensor, last: Tensor, divergence: float, steps: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(failed int8, residual, relative, code int8, steps int32), [B]; zeros in z for the failed."""
+) -> tuple[Tensor, ...]:
+    """(failed, residual, relative, code, steps), [B]; zeros in z for the samples that failed."""
     batch, size = z.shape[0], z[0].numel()
     kinds = (torch.int8, torch.float32, torch.float32, torch.int8, torch.int32)
-    failed, residual, relative, code, taken = (z.new_empty(batch, dtype=kind) for kind in kinds)
+    failed, *others = (z.new_empty(batch, dtype=kind) for kind in kinds)
     before, after = first.shape[1], last.shape[1]
     _judge_kernel[(batch, min(4, triton.cdiv(size, _BLOCK)))](
-        z, first, last, failed, residual, relative, code, taken,
+        z, first, last, failed, *others,
         divergence, steps, size, z.stride(0), before, after,
         PARTS=triton.next_power_of_2(max(before, after)), BLOCK=_BLOCK, num_warps=_WARPS,
         FIXED=int(Result.fixed_steps), DIVERGED=int(Result.diverged),
-        NONFINITE=int(Result.nonfinite),
+        NONFINITE=int(Result.nonfinite), TINY=torch.finfo(torch.float32).tiny,
     )  # fmt: skip
-    return failed, residual, relative, code, taken
+    return failed.view(torch.bool), *others
 
 
 def mean_rate(energies: Tensor, scale: float, floor: float) -> Tensor:
-    """scale / max(mean, floor) of energies [B, P] float32, contiguous, [B]; NaN if they overflow.
-
-    A mean of NaN counts as the floor.
-    """
+    """scale / max(mean, floor) of energies [B, P] float32, [B]; NaN if they overflow."""
     out = energies.new_empty(energies.shape[0])
     _mean_rate_kernel[(len(out),)](energies, out, scale, floor, energies.shape[1], BLOCK=1024)
     return out

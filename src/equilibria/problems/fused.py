@@ -29,13 +29,7 @@ from equilibria.engine.adjoint import Adjoint
 from equilibria.engine.result import BackwardStats, Solution, Stats
 from equilibria.engine.solver import Choice, Solver
 from equilibria.engine.transforms import functorch_active, transforms_active
-from equilibria.ops.gaussian_steps import (
-    PatchMessage,
-    Verdict,
-    judge,
-    residual_norms,
-    threshold_sum,
-)
+from equilibria.ops.gaussian_steps import PatchMessage, judge, residual_norms, threshold_sum
 from equilibria.solvers import Picard, ProximalGradient
 
 from .gaussian import Gaussian
@@ -90,7 +84,7 @@ class _Solve:
     divergence: float
     zero_start: bool
     kernels: tuple[Tensor, ...] = ()  # W and its flipped kernel, as the maps lie
-    found: Verdict | None = None
+    found: tuple[Tensor, ...] = ()  # what ``judge`` says
 
 
 def fused_solve(
@@ -117,7 +111,6 @@ def fused_solve(
         value: Tensor = _FusedSteps.apply(  # type: ignore[no-untyped-call]
             q.c, q.operator.weight, q.metric, q.gamma, z0.to(q.c.dtype), run
         )
-    assert run.found is not None
     _failed, residual, relative, code, steps = run.found
     stats = Stats(steps, residual, relative, run.steps, 0, BackwardStats())
     return Solution(value, code, stats)
@@ -145,7 +138,7 @@ class _FusedSteps(torch.autograd.Function):
         assert z is not None
         clean = z if run.zero_start else z.clone()
         run.found = judge(clean, first, last, run.divergence, run.steps)
-        failed = run.found.failed
+        failed = run.found[0]
         if not run.zero_start:
             z = torch.where(failed.view(-1, 1, 1, 1), z0, z)
         ctx.run = run

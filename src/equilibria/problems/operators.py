@@ -318,7 +318,7 @@ class ConvOperator(LinearOperator):
         self.padding = _pair(padding, "padding", 0)
         self.groups = groups
         self._fast: tuple[int, Tensor, Tensor] | None = None  # of which version of the weight
-        self._laid: tuple[Any, tuple[Tensor, ...]] | None = None
+        self._laid: dict[Any, tuple[Tensor, ...]] = {}
 
     @property
     def in_channels(self) -> int:
@@ -379,17 +379,15 @@ class ConvOperator(LinearOperator):
             self._fast = now, there, back
         return self._fast[1], self._fast[2]
 
-    @torch.no_grad()
     def laid_out(self, layout: torch.memory_format) -> tuple[Tensor, ...]:
-        """W and its flipped kernel, that of Wᵀ at stride 1, lying so; once, without a graph."""
-        held = self.weight.detach()
-        key = layout, version(held)
-        if self._laid is not None and self._laid[0] == key:
-            return self._laid[1]
+        """W and its flipped kernel, that of Wᵀ at stride 1, lying so, without a graph."""
+        held, key = self.weight.detach(), (layout, version(self.weight))
+        if key in self._laid:
+            return self._laid[key]
         flipped = held.flip(2, 3).transpose(0, 1)
         both = tuple(t.contiguous(memory_format=layout) for t in (held, flipped))
         if may_keep(held):
-            self._laid = key, both
+            self._laid = {key: both}
         return both
 
     def _strides(self, in_size: Sequence[int]) -> list[tuple[int, int]]:
