@@ -502,7 +502,7 @@ def profiles(options: Namespace, device: torch.device) -> None:
     times = race(runs, device, budget=3.0, least=options.repeats, most=1000, warm=5)
     found: dict[str, Any] = {"machine": torch.cuda.get_device_name() if graphed else "CPU"}
     for name, run in runs.items():
-        activities = [ProfilerActivity.CUDA] if graphed else [ProfilerActivity.CPU]
+        activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * graphed]
         for _ in range(2):  # the first profile of a process starts the tracer
             with profile(activities=activities) as recorded:
                 run()

@@ -151,9 +151,7 @@ def permuted(metric: Tensor, channels: int, size: int) -> Tensor:
         return kept[key]
     m = metric.view(k, p, p, k, p, p).permute(1, 2, 0, 4, 5, 3)
     m = m.reshape(k * p * p, k * p * p).contiguous()
-    if may_keep(metric):
-        kept[key] = m
-    return m
+    return kept.setdefault(key, m) if may_keep(metric) else m
 
 
 def restored(metric: Tensor, channels: int, size: int) -> Tensor:

@@ -111,22 +111,20 @@ def residual_norms(f: Tensor, z: Tensor | None) -> Tensor:
     return torch.stack([moved, scale], 1).unsqueeze(1)
 
 
-def judge(
-    z: Tensor, first: Tensor, last: Tensor, divergence: float, steps: int
-) -> tuple[Tensor, ...]:
+def judge(z: Tensor, first: Tensor, last: Tensor, limit: float, steps: int) -> tuple[Tensor, ...]:
     """(failed, residual, residual/‖f‖, ``Result``, steps), [B], by ``residual_norms`` of two steps.
 
-    A sample diverged if its last residual is above divergence·(residual + ‖f‖) of the first. In
+    A sample diverged if its last residual is above limit·(residual + ‖f‖) of the first. In
     place, z gets zeros for the samples that failed; the others are not touched.
     """
     if _vectors(z):
         from .pointwise_triton import judge as fused
 
-        return fused(z, first, last, divergence, steps)
+        return fused(z, first, last, limit, steps)
     residual, scale = last[:, 0].unbind(1)
     # Norms are not negative, and NaN is below nothing.
     finite = last[:, 0].amax(1) < torch.inf
-    diverged = finite & (residual > divergence * first[:, 0].sum(1))
+    diverged = finite & (residual > limit * first[:, 0].sum(1))
     ended = torch.where(diverged, int(Result.diverged), int(Result.fixed_steps))
     code = torch.where(finite, ended, int(Result.nonfinite)).to(torch.int8)
     relative = residual / scale.clamp_min(torch.finfo(scale.dtype).tiny)

@@ -56,7 +56,7 @@ def _joined(parts, sample, count, which, PARTS: tl.constexpr):
 @triton.jit
 def _judge_kernel(
     z, first, last, failed, residuals, relatives, codes, taken,
-    divergence, steps, size, stride, before, after,
+    limit, steps, size, stride, before, after,
     PARTS: tl.constexpr, BLOCK: tl.constexpr, TINY: tl.constexpr,
     FIXED: tl.constexpr, DIVERGED: tl.constexpr, NONFINITE: tl.constexpr,
 ):  # fmt: skip
@@ -66,7 +66,7 @@ def _judge_kernel(
     start = _joined(first, sample, before, 0, PARTS) + _joined(first, sample, before, 1, PARTS)
     # Norms are not negative, and NaN is below nothing.
     finite = (residual < float("inf")) & (scale < float("inf"))
-    diverged = finite & (residual > divergence * start)
+    diverged = finite & (residual > limit * start)
     bad = diverged | (finite == 0)
     if tl.program_id(1) == 0:
         tl.store(failed + sample, bad.to(tl.int8))
@@ -121,19 +121,16 @@ def residual_norms(f: Tensor, z: Tensor | None) -> Tensor:
     return parts
 
 
-def judge(
-    z: Tensor, first: Tensor, last: Tensor, divergence: float, steps: int
-) -> tuple[Tensor, ...]:
+def judge(z: Tensor, first: Tensor, last: Tensor, limit: float, steps: int) -> tuple[Tensor, ...]:
     """(failed, residual, relative, code, steps), [B]; zeros in z for the samples that failed."""
     batch, size = z.shape[0], z[0].numel()
     kinds = (torch.int8, torch.float32, torch.float32, torch.int8, torch.int32)
     failed, *others = (z.new_empty(batch, dtype=kind) for kind in kinds)
-    before, after = first.shape[1], last.shape[1]
     _judge_kernel[(batch, min(4, triton.cdiv(size, _BLOCK)))](
         z, first, last, failed, *others,
-        divergence, steps, size, z.stride(0), before, after,
-        PARTS=triton.next_power_of_2(max(before, after)), BLOCK=_BLOCK, num_warps=_WARPS,
-        FIXED=int(Result.fixed_steps), DIVERGED=int(Result.diverged),
+        limit, steps, size, z.stride(0), first.shape[1], last.shape[1],
+        PARTS=triton.next_power_of_2(max(first.shape[1], last.shape[1])), BLOCK=_BLOCK,
+        num_warps=_WARPS, FIXED=int(Result.fixed_steps), DIVERGED=int(Result.diverged),
         NONFINITE=int(Result.nonfinite), TINY=torch.finfo(torch.float32).tiny,
     )  # fmt: skip
     return failed.view(torch.bool), *others

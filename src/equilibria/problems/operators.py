@@ -386,9 +386,7 @@ class ConvOperator(LinearOperator):
             return self._laid[key]
         flipped = held.flip(2, 3).transpose(0, 1)
         both = tuple(t.contiguous(memory_format=layout) for t in (held, flipped))
-        if may_keep(held):
-            self._laid = {key: both}
-        return both
+        return self._laid.setdefault(key, both) if may_keep(held) else both
 
     def _strides(self, in_size: Sequence[int]) -> list[tuple[int, int]]:
         """How many strides fit into the padded map beside the kernel, and what is left, an axis."""
