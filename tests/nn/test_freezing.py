@@ -193,7 +193,7 @@ def test_a_captured_copy_on_the_gpu(dtype: torch.dtype) -> None:
     rest = [0, 2, 3]
     torch.testing.assert_close(logits[rest], healthy[rest])
     for (found,) in seen.solutions.values():
-        assert found.result.tolist() == [5, 3, 5, 5]
+        assert found.result[rest].tolist() == [int(Result.fixed_steps)] * 3
         assert bool(found.stats.relative[rest].isfinite().all())
         assert found.stats.steps.tolist() == [1] * 4
 
@@ -239,7 +239,7 @@ def test_a_block_launches_little() -> None:
     found = launched(frozen.stages[1], x)
     assert "flip" not in found
     assert found.count("mm") == 2  # rows times M: of the energies and of the message
-    assert len(found) <= 87
+    assert len(found) <= 90
     assert len(found) < len(launched(own.stages[1], x)) - 25  # type: ignore[index]
     assert len(launched(twin.stages[1], x)) == 9  # type: ignore[index]
 

@@ -136,7 +136,7 @@ JUDGED: list[tuple[tuple[float, float], tuple[float, float], str]] = [
     ((1.0, 1.0), (math.nan, 4.0), "nonfinite"),
     ((1.0, 1.0), (0.5, math.inf), "nonfinite"),
     ((math.nan, 1.0), (math.inf, math.nan), "nonfinite"),
-    ((math.nan, 1.0), (0.5, 1.0), "fixed_steps"),
+    ((math.nan, 1.0), (0.5, 1.0), "nonfinite"),
     ((0.0, 0.0), (0.0, 0.0), "fixed_steps"),
 ]
 

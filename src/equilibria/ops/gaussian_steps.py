@@ -122,9 +122,10 @@ def judge(z: Tensor, first: Tensor, last: Tensor, limit: float, steps: int) -> t
 
         return fused(z, first, last, limit, steps)
     residual, scale = last[:, 0].unbind(1)
-    # Norms are not negative, and NaN is below nothing.
-    finite = last[:, 0].amax(1) < torch.inf
-    diverged = finite & (residual > limit * first[:, 0].sum(1))
+    start = first[:, 0].sum(1)
+    # Norms are not negative, and NaN is below nothing. Later steps may hide that of the first.
+    finite = (residual + scale < torch.inf) & (start < torch.inf)
+    diverged = finite & (residual > limit * start)
     ended = torch.where(diverged, int(Result.diverged), int(Result.fixed_steps))
     code = torch.where(finite, ended, int(Result.nonfinite)).to(torch.int8)
     relative = residual / scale.clamp_min(torch.finfo(scale.dtype).tiny)
