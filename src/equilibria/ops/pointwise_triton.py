@@ -64,7 +64,6 @@ def _judge_kernel(
     residual = _joined(last, sample, after, 0, PARTS)
     scale = _joined(last, sample, after, 1, PARTS)
     start = _joined(first, sample, before, 0, PARTS) + _joined(first, sample, before, 1, PARTS)
-    # Norms are not negative, and NaN is below nothing. Later steps may hide that of the first.
     finite = (residual + scale < float("inf")) & (start < float("inf"))
     diverged = finite & (residual > limit * start)
     bad = diverged | (finite == 0)
