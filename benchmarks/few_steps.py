@@ -22,6 +22,11 @@ once after; nothing is chosen by them.
 
 Writes few_steps_NAME.json after each epoch, few_steps_NAME.safetensors (the student) and
 few_steps_NAME.ckpt, from which the same command goes on.
+
+    python benchmarks/few_steps.py geq_stack_cifar_8m --profile --out results
+
+needs no data: the kernels of one image, by name, with one step and in the explicit twin, on fresh
+weights, each replayed as a CUDA graph. Writes few_steps_profile.json.
 """
 
 from __future__ import annotations
@@ -43,8 +48,7 @@ from _record import commit, parser, write
 from torch import Tensor, nn
 
 from equilibria import data, models
-from equilibria.certify.network import plain_copy
-from equilibria.nn import calibrate_steps, set_steps
+from equilibria.nn import calibrate_steps, frozen_copy, set_steps
 from equilibria.training import GraphedModel
 
 STEPS = (1, 2, 3, 4)
@@ -54,6 +58,9 @@ def main() -> None:
     options = arguments()
     torch.manual_seed(options.seed)
     device = torch.device(options.device)
+    if options.profile:
+        profiles(options, device)
+        return
     teacher = loaded(options)
     if options.teacher_steps is None:
         options.teacher_steps = steps_of(teacher)
@@ -132,6 +139,7 @@ def arguments() -> Namespace:
     add("--eager", action="store_true", help="no CUDA graphs")
     add("--tag", default="", help="name of the result instead of the model's")
     add("--commit", default="", help="recorded where git is not at hand")
+    add("--profile", action="store_true", help="only count the kernels of one image, and end")
     options = made.parse_args()
     if options.precision is None:
         options.precision = "bf16" if options.device.startswith("cuda") else "float32"
@@ -441,12 +449,12 @@ def twin_of(model: models.Network) -> models.Network | None:
 def speeds(student: models.Network, options: Namespace, device: torch.device) -> dict[str, Any]:
     """Images a second at inference, all timed in turn: 2 and 4 steps, and the explicit twin.
 
-    "frozen": the constraint on W is evaluated once, not at each call.
+    "frozen": ``nn.frozen_copy``, which makes what depends on the weights alone once.
     """
     contestants: dict[str, Any] = {}
     for k in sorted({1, options.steps, options.teacher_steps}):
         contestants[f"{k} steps"] = set_steps(copy.deepcopy(student), k)
-        contestants[f"{k} steps, frozen"] = plain_copy(contestants[f"{k} steps"])
+        contestants[f"{k} steps, frozen"] = frozen_copy(contestants[f"{k} steps"])
     twin = twin_of(student)
     if twin is not None:
         contestants["explicit twin"] = twin
@@ -471,6 +479,50 @@ def speeds(student: models.Network, options: Namespace, device: torch.device) ->
             }
     print(found, flush=True)
     return found
+
+
+@torch.no_grad()
+def profiles(options: Namespace, device: torch.device) -> None:
+    """Kernels of one image: how many, and the microseconds of each name in one replay."""
+    from torch.profiler import ProfilerActivity, profile
+
+    fresh = options.weights in models.names()
+    own = set_steps(models.create(options.weights) if fresh else loaded(options), 1).eval()
+    contestants = {"1 step": own, "1 step, frozen": frozen_copy(own), "explicit twin": twin_of(own)}
+    size, graphed = own.config.image_size, device.type == "cuda"
+    x = torch.randn(1, own.config.in_channels, size, size, device=device)
+    x = x.to(memory_format=torch.channels_last)
+    ways: dict[str, Replayed] = {}  # whose tensors the graphs read and write
+    runs: dict[str, Any] = {}
+    for name, model in contestants.items():
+        if model is not None:
+            model.to(device, memory_format=torch.channels_last).eval()
+            ways[name] = way = Replayed(model, options)
+            runs[name] = way.capture(x) if graphed else partial(way.eagerly, x)
+    times = race(runs, device, budget=3.0, least=options.repeats, most=1000, warm=5)
+    found: dict[str, Any] = {"machine": torch.cuda.get_device_name() if graphed else "CPU"}
+    for name, run in runs.items():
+        activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * graphed]
+        for _ in range(2):  # the first profile of a process starts the tracer
+            with profile(activities=activities) as recorded:
+                run()
+                wait(device)
+        rows: dict[str, list[float]] = {}
+        for event in recorded.events() or []:
+            if ("CUDA" in str(event.device_type)) == graphed:
+                row = rows.setdefault(event.name[:100], [0, 0.0])
+                row[0], row[1] = row[0] + 1, round(row[1] + event.time_range.elapsed_us(), 2)
+        ranked = dict(sorted(rows.items(), key=lambda item: -item[1][1]))
+        found[name] = {
+            "replay_us": round(1e6 * Spread.of(times[name]).median, 1),
+            "kernels": sum(int(count) for count, _ in ranked.values()),
+            "kernels_us": round(sum(us for _, us in ranked.values()), 1),
+            "by_name": ranked,
+        }
+        print(name, {key: value for key, value in found[name].items() if key != "by_name"})
+        for kernel, (count, us) in list(ranked.items())[:25]:
+            print(f"  {count:5.0f} {us:9.1f} us  {kernel}")
+    write(options.out / "few_steps_profile.json", found)
 
 
 if __name__ == "__main__":

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from equilibria.engine.result import Result
 from equilibria.ops.gaussian_patches import (
     can_unshuffle,
     merge_planes,
@@ -15,7 +18,7 @@ from equilibria.ops.gaussian_patches import (
     plain_message,
     plane_rows,
 )
-from equilibria.ops.gaussian_steps import PatchMessage, blank, residual_norms, threshold_sum
+from equilibria.ops.gaussian_steps import PatchMessage, judge, residual_norms, threshold_sum
 
 CUT = (3, 2)
 
@@ -119,16 +122,41 @@ def test_the_small_passes() -> None:
     found = threshold_sum(z, g, d, y, 0.3)
     right = torch.where(z > 0, g + 0.3 * d + y, torch.zeros_like(z))
     torch.testing.assert_close(found, right)
-    moved, scale = residual_norms(z, g)
+    moved, scale = residual_norms(z, g)[:, 0].unbind(1)
     torch.testing.assert_close(moved, (z - g).flatten(1).norm(dim=1))
     torch.testing.assert_close(scale, z.flatten(1).norm(dim=1))
-    assert torch.equal(*residual_norms(z, None))
-    sick = z.clone()
-    sick[2] = float("inf")
-    cleaned = blank(sick, torch.tensor([False, False, True]))
-    assert cleaned is sick
-    assert float(cleaned[2].abs().max()) == 0.0
-    assert torch.equal(cleaned[:2], z[:2])
+    assert torch.equal(*residual_norms(z, None)[:, 0].unbind(1))
+
+
+# Residual and ‖f‖ of the first and of the last step, and how a solve with them ends at a limit of
+# 10 times the first: at the limit, above it, not a number, infinite, both at once, nothing moved.
+JUDGED: list[tuple[tuple[float, float], tuple[float, float], str]] = [
+    ((1.0, 1.0), (20.0, 4.0), "fixed_steps"),
+    ((1.0, 1.0), (20.1, 4.0), "diverged"),
+    ((1.0, 1.0), (math.nan, 4.0), "nonfinite"),
+    ((1.0, 1.0), (0.5, math.inf), "nonfinite"),
+    ((math.nan, 1.0), (math.inf, math.nan), "nonfinite"),
+    ((math.nan, 1.0), (0.5, 1.0), "nonfinite"),
+    ((0.0, 0.0), (0.0, 0.0), "fixed_steps"),
+]
+
+
+def test_a_verdict_on_every_sample() -> None:
+    first, last = (torch.tensor([row[i] for row in JUDGED]).unsqueeze(1) for i in (0, 1))
+    z = torch.randn(len(JUDGED), 3, 2, 2)
+    given = z.clone()
+    found_failed, residual, relative, code, steps = judge(z, first, last, 10.0, 5)
+    codes = torch.tensor([int(Result[name]) for *_, name in JUDGED], dtype=torch.int8)
+    assert torch.equal(code, codes)
+    assert code.dtype == torch.int8
+    failed = codes != int(Result.fixed_steps)
+    assert torch.equal(found_failed, failed)
+    assert float(z[failed].abs().max()) == 0.0
+    assert torch.equal(z[~failed], given[~failed])
+    torch.testing.assert_close(residual, last[:, 0, 0], rtol=0.0, atol=0.0, equal_nan=True)
+    assert relative[[0, -1]].tolist() == [5.0, 0.0]
+    assert steps.tolist() == [5] * len(JUDGED)
+    assert steps.dtype == torch.int32
 
 
 @given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 4), st.integers(1, 3))

@@ -202,11 +202,12 @@ def test_bfloat16_is_near() -> None:
 
 @pytest.mark.parametrize("reading", ["chain", "parallel"])
 def test_six_branches_train_through_it(reading: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The defaults stay on the general path."""
+    """The papers' solver stays on the general path."""
     small = {"channels": 8, "mids": (4, 4, 4, 4, 8, 8), "image_size": 16, "reading": reading}
     quick = {"solver": fixed(3, 0.9), "adjoint": series(2)}
     seen, x = watched(monkeypatch), torch.randn(2, 3, 16, 16)
-    models.create("mopteq_cifar_5m", **small)(x)
+    papers = {"solver": eq.Anderson(rtol=0.0, atol=0.0, max_steps=10), "adjoint": eq.Phantom(5)}
+    models.create("mopteq_cifar_5m", **small, **papers)(x)
     assert seen == [False] * 6
     torch.manual_seed(0)
     net = models.create("mopteq_cifar_5m", **small, **quick)

@@ -43,6 +43,21 @@ def transforms_active() -> bool:
     return functorch_active() or forward_mode_active()
 
 
+def may_reuse() -> bool:
+    """Whether what an earlier call made of the same weights serves: no graph, nothing is traced."""
+    return not (torch.is_grad_enabled() or torch.compiler.is_compiling() or transforms_active())
+
+
+def may_keep(t: Tensor) -> bool:
+    """Whether what is made now may serve later calls; not of a CUDA graph: its replay writes it."""
+    return may_reuse() and not (t.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def version(t: Tensor) -> int:
+    """How often t was changed in place; tensors of inference mode do not count."""
+    return 0 if t.is_inference() else t._version
+
+
 def autocasts(t: Tensor) -> bool:
     """Whether autocast is on for the device of t."""
     return not t.is_meta and torch.is_autocast_enabled(t.device.type)

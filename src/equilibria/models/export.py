@@ -26,14 +26,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from equilibria._version import __version__
 from equilibria.engine import write_bytes
 from equilibria.engine.optional import needs
 from equilibria.engine.result import BackwardStats, Result, Solution, Stats
 from equilibria.engine.solver import Solver, SolverOptions
-from equilibria.nn import Envelope, observe
+from equilibria.nn import frozen_copy, observe
 from equilibria.nn.observing import report
 
 from .network import ModelConfig, Network
@@ -179,19 +178,7 @@ def _frozen(model: Network) -> Network:
             f"{network.config.name} segments images of any shape; only classification networks, "
             "whose images have one size, are exported."
         )
-    network = network.to("cpu", torch.float32).eval().requires_grad_(False)
-    for module in network.modules():
-        if isinstance(module, Envelope):
-            module.freeze()
-    for module in network.modules():
-        if parametrize.is_parametrized(module):
-            # Not remove_parametrizations: it changes the class, which the original shares.
-            made = {name: getattr(module, name) for name in module.parametrizations}  # type: ignore[union-attr]
-            module.__class__ = parametrize.type_before_parametrizations(module)
-            del module.parametrizations
-            for name, value in made.items():
-                setattr(module, name, nn.Parameter(value.detach(), requires_grad=False))
-    return network
+    return frozen_copy(network.to("cpu", torch.float32))
 
 
 def _set_solvers(network: Network, steps: int | None, early_stop: bool) -> tuple[int, bool]:

@@ -13,7 +13,7 @@ from .monotone import MonotoneDEQ, TransposedSplitting
 from .multi_branch import BranchSolution, MultiBranch
 from .observing import Observed, Penalties, collect_penalties, equilibrium_layers, observe
 from .opteq import OptEq
-from .steps import calibrate_steps, set_steps
+from .steps import calibrate_steps, frozen_copy, set_steps
 
 __all__ = [
     "DEQ",
@@ -49,6 +49,7 @@ __all__ = [
     "constrain",
     "constraints",
     "equilibrium_layers",
+    "frozen_copy",
     "observe",
     "set_steps",
     "training_way",

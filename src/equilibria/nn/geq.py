@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 import torch
 from torch import Tensor, nn
 
+from equilibria.engine.transforms import autocasts, may_keep, may_reuse, version
 from equilibria.problems import (
     GAUSSIAN_CONCAVITY,
     FixedGamma,
@@ -64,6 +65,7 @@ class GEQ(WeightedLayer):
 
     shown = (*WeightedLayer.shown, "patch", "gamma")
     log_gamma: nn.Parameter | None
+    _kept: tuple[Any, ...] | None = None  # frozen: the weights' state, a coupling, the weights
 
     def __init__(
         self,
@@ -124,12 +126,26 @@ class GEQ(WeightedLayer):
         c = self.features(x)
         if self.patch is not None:
             self.patch.check(c.shape)
+        return Problem(self.prior, self._coupling(c))
+
+    def _coupling(self, c: Tensor) -> Gaussian:
+        """The coupling at c; of a frozen layer that of an earlier call, while the weights last."""
+        reuse = self._kept is not None and may_reuse()
+        held = [p.detach() for p in self.parameters()] if reuse else []
+        state = c.dtype, autocasts(c), [version(p) for p in held]
+        if reuse and self._kept and self._kept[0] == state:
+            _, found, before = self._kept
+            # Weights that are held are not freed, so that no other has their address.
+            if all(p.data_ptr() == q.data_ptr() for p, q in zip(held, before, strict=True)):
+                return cast("Gaussian", found).at(c)
         policy = self.gamma
         if isinstance(policy, LearnedGamma) and self.log_gamma is not None:
             policy = policy.bind(self.log_gamma)
         hidden = self.hidden_weight()
-        coupling = Gaussian(self.operator(), c, policy, patches=self.patch, hidden=hidden)
-        return Problem(self.prior, coupling)
+        made = Gaussian(self.operator(), c, policy, patches=self.patch, hidden=hidden)
+        if reuse and may_keep(c):
+            self._kept = state, made.with_inputs(c.new_empty(0), made.gamma), held
+        return made
 
     def nominal_bounds(self, problem: HiddenProblem) -> tuple[Any, Any] | None:
         mu = self.nominal_norm()

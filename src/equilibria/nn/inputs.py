@@ -122,11 +122,11 @@ def marked(tree: Any, bad: Tensor | None) -> Any:
 
 def zeros_as(x: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Zeros on the device of x, channels-last where x lies so and not in the plain order too."""
-    zeros = x.new_zeros(shape, dtype=dtype)
     last = torch.channels_last
     if x.ndim != 4 or x.is_contiguous() or not x.is_contiguous(memory_format=last):
-        return zeros
-    return zeros.to(memory_format=last)
+        return x.new_zeros(shape, dtype=dtype)
+    b, c, h, w = shape
+    return x.new_zeros((b, h, w, c), dtype=dtype).permute(0, 3, 1, 2)
 
 
 def solving_dtype(like: Tensor) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""How many steps the layers of a network take, and of which length."""
+"""How many steps the layers of a network take, of which length; and copies for inference."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from equilibria.engine.solver import SolverOptions
 from equilibria.engine.tree import sample_norm
 from equilibria.solvers import Picard, ProximalGradient
 
+from .envelope import Envelope
+from .geq import GEQ
 from .layer import EquilibriumLayer
 
-__all__ = ["calibrate_steps", "set_steps"]
+__all__ = ["calibrate_steps", "frozen_copy", "set_steps"]
 
 Model = TypeVar("Model", bound=nn.Module)
 TAUS = tuple(round(0.5 + 0.04 * i, 2) for i in range(26))
@@ -99,3 +102,31 @@ def solver_layers(model: nn.Module) -> dict[str, Any]:
         for name, module in model.named_modules()
         if isinstance(getattr(module, "solver", None), SolverOptions)
     }
+
+
+def frozen_copy(model: Model) -> Model:
+    """A copy in evaluation mode whose weights stay: answers are the same, and sooner there.
+
+    Constraints are evaluated once, here, and their results are ordinary parameters. GEQ layers keep
+    what their first solve without gradients makes of the weights (casts, W_hW_hᵀ, flipped kernels):
+    let it end before other streams, threads or a CUDA graph use the copy. For one image on a GPU,
+    where time is the number of kernels, this is most of the time.
+
+    The copy moves, saves and certifies as other networks do, and its answers follow weights that
+    are changed by ``load_state_dict``, ``to`` or in place; those changed through ``.data`` or by a
+    replayed CUDA graph are not seen. Later changes of ``model`` are not seen at all.
+    """
+    network = copy.deepcopy(model).eval().requires_grad_(False)
+    for module in list(network.modules()):  # an Envelope before the layer in it
+        if isinstance(module, GEQ):
+            module._kept = ()
+        if isinstance(module, Envelope):
+            module.freeze()
+        if parametrize.is_parametrized(module):
+            # Not remove_parametrizations: it changes the class, which the original shares.
+            made = {name: getattr(module, name).detach() for name in module.parametrizations}  # type: ignore[union-attr]
+            module.__class__ = parametrize.type_before_parametrizations(module)
+            del module.parametrizations
+            for name, value in made.items():
+                setattr(module, name, nn.Parameter(value, requires_grad=False))
+    return network

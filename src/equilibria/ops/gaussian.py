@@ -12,10 +12,12 @@ that is asked is that rM is finite in its own dtype.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from equilibria.engine.transforms import may_keep, may_reuse, version
 from equilibria.engine.tree import accumulation_dtype
 
 __all__ = [
@@ -142,8 +144,14 @@ def plain_message(
 def permuted(metric: Tensor, channels: int, size: int) -> Tensor:
     """M with rows and columns from the order (channel, dy, dx) to (dy, dx, channel)."""
     k, p = channels, size
+    # Kept with M, of which the energies, the message and later solves ask for the same.
+    kept: dict[Any, Tensor] = metric.__dict__.setdefault("_permuted", {}) if may_reuse() else {}
+    key = k, p, version(metric)
+    if key in kept:
+        return kept[key]
     m = metric.view(k, p, p, k, p, p).permute(1, 2, 0, 4, 5, 3)
-    return m.reshape(k * p * p, k * p * p).contiguous()
+    m = m.reshape(k * p * p, k * p * p).contiguous()
+    return kept.setdefault(key, m) if may_keep(metric) else m
 
 
 def restored(metric: Tensor, channels: int, size: int) -> Tensor:

@@ -11,13 +11,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from equilibria.engine.result import Result
+from equilibria.engine.transforms import transforms_active
 from equilibria.engine.tree import sample_norm
 
 from .convolutions import convolve, convolve_add_relu
 from .gaussian import gaussian_message, gaussian_message_jvp
 from .gaussian_patches import TRITON, Cut, can_fuse, merge_rows, permuted, restored, split_rows
 
-__all__ = ["PatchMessage", "ReluMessage", "blank", "residual_norms", "threshold_sum"]
+__all__ = ["PatchMessage", "ReluMessage", "judge", "mean_rate", "residual_norms", "threshold_sum"]
 
 
 class PatchMessage:
@@ -51,10 +53,8 @@ class PatchMessage:
         if self.fused:
             from . import gaussian_triton as kernels
 
-            given = self.c.new_zeros(()).expand_as(self.c) if a is None else a
-            return kernels.forward(
-                given, self.c, self._metric, self._rate, *self.cut, kernels.direct, scale
-            )
+            given = a, self.c, self._metric, self._rate, *self.cut
+            return kernels.forward(*given, kernels.direct, scale)
         rows = self._rows(a)
         message, _ = gaussian_message(rows, self.metric, self.gamma)
         return self._merge(scale * message)
@@ -134,14 +134,55 @@ class ReluMessage:
         return (found if scale == 1.0 else found.mul_(scale)), None, None
 
 
-def residual_norms(f: Tensor, z: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(‖f − z‖, ‖f‖) of every sample, [B], in float32 or better; None is z = 0."""
+def residual_norms(f: Tensor, z: Tensor | None) -> Tensor:
+    """(‖f − z‖, ‖f‖) of the parts of every sample, [B, parts, 2], for ``judge``; None is z = 0."""
     if _vectors(f, f if z is None else z):
         from .pointwise_triton import residual_norms as fused
 
         return fused(f, z)
     scale = sample_norm([f])
-    return (scale if z is None else sample_norm([f - z])), scale
+    moved = scale if z is None else sample_norm([f - z])
+    return torch.stack([moved, scale], 1).unsqueeze(1)
+
+
+def judge(z: Tensor, first: Tensor, last: Tensor, limit: float, steps: int) -> tuple[Tensor, ...]:
+    """(failed, residual, residual/‖f‖, ``Result``, steps), [B], by ``residual_norms`` of two steps.
+
+    A sample diverged if its last residual is above limit·(residual + ‖f‖) of the first. In
+    place, z gets zeros for the samples that failed; the others are not touched.
+    """
+    if _vectors(z):
+        from .pointwise_triton import judge as fused
+
+        return fused(z, first, last, limit, steps)
+    residual, scale = last[:, 0].unbind(1)
+    start = first[:, 0].sum(1)
+    # Norms are not negative, and NaN is below nothing. Later steps may hide that of the first.
+    finite = (residual + scale < torch.inf) & (start < torch.inf)
+    diverged = finite & (residual > limit * start)
+    ended = torch.where(diverged, int(Result.diverged), int(Result.fixed_steps))
+    code = torch.where(finite, ended, int(Result.nonfinite)).to(torch.int8)
+    relative = residual / scale.clamp_min(torch.finfo(scale.dtype).tiny)
+    failed = diverged | ~finite
+    z.masked_fill_(failed.view(-1, *[1] * (z.ndim - 1)), 0.0)
+    return failed, residual, relative, code, torch.full_like(code, steps, dtype=torch.int32)
+
+
+def blank(z: Tensor, failed: Tensor) -> Tensor:
+    """z, in place, with zeros for the samples of ``failed`` [B]; the others are not touched."""
+    norms = torch.where(failed, torch.inf, 0.0).view(-1, 1, 1).expand(-1, 1, 2).contiguous()
+    judge(z, norms, norms, 1.0, 0)
+    return z
+
+
+def mean_rate(energies: Tensor, scale: float, floor: float) -> Tensor | None:
+    """γ of ``MeanPatchEnergy`` [B] by one kernel; None where it does not serve. [B, P] → [B]."""
+    graph = energies.requires_grad and torch.is_grad_enabled()
+    if graph or torch.compiler.is_compiling() or transforms_active() or not _vectors(energies):
+        return None
+    from .pointwise_triton import mean_rate as fused
+
+    return fused(energies, scale, floor)
 
 
 def threshold_sum(z: Tensor | None, g: Tensor, d: Tensor, y: Tensor, kappa: float) -> Tensor:
@@ -154,15 +195,6 @@ def threshold_sum(z: Tensor | None, g: Tensor, d: Tensor, y: Tensor, kappa: floa
 
         return masked_sum(z, g, d, y, kappa)
     return torch.where(z > 0, torch.add(g, d, alpha=kappa) + y, 0.0)
-
-
-def blank(z: Tensor, failed: Tensor) -> Tensor:
-    """z, in place, with zeros for the samples of ``failed`` [B]; the others are not touched."""
-    if _vectors(z):
-        from .pointwise_triton import blank as fused
-
-        return fused(z, failed)
-    return z.masked_fill_(failed.view(-1, *[1] * (z.ndim - 1)), 0.0)
 
 
 def _vectors(*tensors: Tensor) -> bool:

@@ -132,7 +132,7 @@ def _forward_kernel(
     count, groups, across, down,
     asb, asc, ash, asw, csb, csc, csh, csw, osb, osc, osh, osw,
     CS: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, PRECISION: tl.constexpr, SAME: tl.constexpr,
+    COLUMNS: tl.constexpr, PRECISION: tl.constexpr, SAME: tl.constexpr, GIVEN: tl.constexpr,
 ):  # fmt: skip
     columns = tl.arange(0, COLUMNS)
     square, live = _square(columns, WIDTH)
@@ -146,7 +146,9 @@ def _forward_kernel(
         if not SAME:
             ct, _ = _offsets(rows, columns, groups, across, down, csb, csc, csh, csw, CS, P)
             ot, _ = _offsets(rows, columns, groups, across, down, osb, osc, osh, osw, CS, P)
-        left = tl.load(a + at, mask=mask, other=0.0).to(tl.float32)
+        left = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+        if GIVEN:
+            left = tl.load(a + at, mask=mask, other=0.0).to(tl.float32)
         right = tl.load(c + ct, mask=mask, other=0.0).to(tl.float32)
         rate = tl.load(gamma + sample, mask=rows < count, other=0.0)
         r = (left - right).to(m.dtype)
@@ -321,7 +323,7 @@ def _same(*maps: Tensor) -> bool:
 
 
 def forward(
-    a: Tensor,
+    a: Tensor | None,
     c: Tensor,
     metric: Tensor,
     gamma: Tensor,
@@ -330,16 +332,16 @@ def forward(
     wrap: Any,
     scale: float = 1.0,
 ) -> Tensor:
-    """scale·e·v for every row of a − c, lying in memory as c.
+    """scale·e·v for every row of a − c, lying in memory as c; None is a = 0, which is not read.
 
     a, c [B, C, H, W]; metric [k, k] permuted; gamma [B] float32.
     """
-    layout, programs, constants = _launch("forward", a, metric, channels, size)
-    out = torch.empty_like(c)
-    strides = *a.stride(), *c.stride(), *out.stride()
-    given = a, c, metric, gamma, out, scale
-    same = _same(a, c, out)
-    wrap(_forward_kernel)[(programs,)](*given, *layout, *strides, SAME=same, **constants)
+    layout, programs, constants = _launch("forward", c, metric, channels, size)
+    out, left = torch.empty_like(c), c if a is None else a
+    strides = *left.stride(), *c.stride(), *out.stride()
+    constants |= {"SAME": _same(left, c, out), "GIVEN": a is not None}
+    given = left, c, metric, gamma, out, scale
+    wrap(_forward_kernel)[(programs,)](*given, *layout, *strides, **constants)
     return out
 
 

@@ -28,14 +28,14 @@ from torch import Tensor
 
 from equilibria.adjoints import Phantom
 from equilibria.engine.adjoint import Adjoint
-from equilibria.engine.result import BackwardStats, Result, Solution, Stats
+from equilibria.engine.result import BackwardStats, Solution, Stats
 from equilibria.engine.solver import Choice, Solver
 from equilibria.engine.transforms import functorch_active, transforms_active
 from equilibria.ops.convolutions import convolve, convolve_add_relu, padding
 from equilibria.ops.gaussian_steps import (
     PatchMessage,
     ReluMessage,
-    blank,
+    judge,
     residual_norms,
     threshold_sum,
 )
@@ -99,7 +99,8 @@ class _Solve:
     nu: float
     divergence: float
     zero_start: bool
-    found: tuple[Tensor, Tensor, Tensor] | None = None  # residual, scale and result code, [B]
+    kernels: tuple[Tensor, ...] = ()  # W and its flipped kernel, as the maps lie
+    found: tuple[Tensor, ...] = ()  # what ``judge`` says
 
     def __post_init__(self) -> None:
         linear = self.cut is None
@@ -146,15 +147,13 @@ def fused_solve(
         nu=q.nu if isinstance(q, Activated) else 1.0,
         divergence=choice.solver.divergence,
         zero_start=zero_start,
+        kernels=q.operator.laid_out(_layout(z0)),
     )
     with torch.autocast(z0.device.type, enabled=False):
         value: Tensor = _FusedSteps.apply(  # type: ignore[no-untyped-call]
             q.c, q.operator.weight, metric, gamma, z0.to(q.c.dtype), run
         )
-    assert run.found is not None
-    residual, scale, code = run.found
-    relative = residual / scale.clamp_min(torch.finfo(scale.dtype).tiny)
-    steps = torch.full_like(code, run.steps, dtype=torch.int32)
+    _failed, residual, relative, code, steps = run.found
     stats = Stats(steps, residual, relative, run.steps, 0, BackwardStats())
     return Solution(value, code, stats)
 
@@ -173,24 +172,23 @@ class _FusedSteps(torch.autograd.Function):
         run: _Solve,
     ) -> Tensor:
         kernel = run.kernel(c, metric, gamma)
-        weight = _laid_out(weight, z0)
+        (weight, flipped), run.kernels = run.kernels, ()
         # At stride 1 the adjoint of a convolution is the one with the flipped kernel.
-        flipped = _laid_out(_times(run.outer, weight.flip(2, 3).transpose(0, 1)), z0)
+        flipped = _times(run.outer, flipped)
         z: Tensor | None = None if run.zero_start else z0
         for step in range(run.steps):
             a = kernel.image(z, weight, first=step == 0)
             following = run.advance(kernel.message(a, run.inner), flipped, z)
             if step in (0, run.steps - 1):
-                residual, scale = residual_norms(following, z)
+                last = residual_norms(following, z)
                 if step == 0:
-                    began = residual + scale
+                    first = last
             z = following
         assert z is not None
-        failed = _judge(run, residual, scale, began)
-        if run.zero_start:
-            z = clean = blank(z, failed)
-        else:
-            clean = blank(z.clone(), failed)
+        clean = z if run.zero_start else z.clone()
+        run.found = judge(clean, first, last, run.divergence, run.steps)
+        failed = run.found[0]
+        if not run.zero_start:
             z = torch.where(failed.view(-1, 1, 1, 1), z0, z)
         ctx.run = run
         ctx.save_for_backward(c, weight, flipped, metric, gamma, clean, failed)
@@ -243,23 +241,10 @@ def _pull(
     )
 
 
-def _judge(run: _Solve, residual: Tensor, scale: Tensor, began: Tensor) -> Tensor:
-    """Write down each sample's result; the mask [B] of those that failed."""
-    # Also at the first step: later ones may hide NaN (``convolve_add_relu``).
-    infinite = ~(torch.isfinite(residual + scale) & torch.isfinite(began))
-    diverged = (residual > run.divergence * began) & ~infinite
-    code = torch.full_like(residual, int(Result.fixed_steps), dtype=torch.int8)
-    code = torch.where(diverged, int(Result.diverged), code)
-    code = torch.where(infinite, int(Result.nonfinite), code).to(torch.int8)
-    run.found = residual, scale, code
-    return infinite | diverged
-
-
-def _laid_out(weight: Tensor, like: Tensor) -> Tensor:
-    """The weight in the memory format of the maps: a convolution would bring it there each time."""
-    last = like.is_contiguous(memory_format=torch.channels_last) and not like.is_contiguous()
-    layout = torch.channels_last if last else torch.contiguous_format
-    return weight.contiguous(memory_format=layout)
+def _layout(maps: Tensor) -> torch.memory_format:
+    """How weights should lie: a convolution would bring them there each time."""
+    last = maps.is_contiguous(memory_format=torch.channels_last) and not maps.is_contiguous()
+    return torch.channels_last if last else torch.contiguous_format
 
 
 def _times(factor: float, t: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from equilibria.engine.options import check_number
+from equilibria.ops.gaussian_steps import mean_rate
 
 
 class GammaPolicy(ABC):
@@ -125,6 +126,11 @@ class MeanPatchEnergy(_PatchEnergy):
         floor: an energy below this counts as this, so that a zero input gives a finite γ.
         detach: take γ as a constant in the backward pass, as the papers do.
     """
+
+    def __call__(self, energies: Tensor) -> Tensor:
+        given = _check_energies(energies.detach() if self.detach else energies)
+        found = mean_rate(given, self.scale, self.floor)
+        return super().__call__(energies) if found is None else found
 
     def _reduced(self, energies: Tensor) -> Tensor:
         return energies.mean(-1)

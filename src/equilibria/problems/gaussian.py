@@ -149,6 +149,13 @@ class Gaussian(ImageCoupling):
             self.gamma = self.policy(self._start_energies())
         self._mu_upper: dict[tuple[bool, tuple[int, ...]], float] = {}
 
+    def at(self, c: Tensor) -> Self:
+        """The same weights at another c, not checked anew; γ is that of the policy there."""
+        moved = self.with_inputs(c, self.gamma)
+        if self.policy is not None:
+            moved.gamma = self.policy(moved._start_energies())
+        return moved
+
     def _start_energies(self) -> Tensor:
         """‖rᵢW_h‖² at z = 0, where r = c, with its gradient. [B, P]."""
         if self.patches is None:

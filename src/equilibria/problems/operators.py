@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from equilibria.engine.transforms import functorch_active, transforms_active
+from equilibria.engine.transforms import functorch_active, may_keep, transforms_active, version
 from equilibria.ops.winograd import can_use_winograd, transformed_weight, winograd
 from equilibria.problems.norms import (
     NormBound,
@@ -318,6 +318,7 @@ class ConvOperator(LinearOperator):
         self.padding = _pair(padding, "padding", 0)
         self.groups = groups
         self._fast: tuple[int, Tensor, Tensor] | None = None  # of which version of the weight
+        self._laid: dict[Any, tuple[Tensor, ...]] = {}
 
     @property
     def in_channels(self) -> int:
@@ -371,12 +372,21 @@ class ConvOperator(LinearOperator):
 
     def _transformed(self) -> tuple[Tensor, Tensor]:
         """The transformed weights of W and of Wᵀ, made once for all steps of a solve."""
-        version = self.weight._version
-        if self._fast is None or self._fast[0] != version:
+        now = version(self.weight)
+        if self._fast is None or self._fast[0] != now:
             there = transformed_weight(self.weight, adjoint=False)
             back = transformed_weight(self.weight, adjoint=True)
-            self._fast = version, there, back
+            self._fast = now, there, back
         return self._fast[1], self._fast[2]
+
+    def laid_out(self, layout: torch.memory_format) -> tuple[Tensor, ...]:
+        """W and its flipped kernel, that of Wᵀ at stride 1, lying so, without a graph."""
+        held, key = self.weight.detach(), (layout, version(self.weight))
+        if key in self._laid:
+            return self._laid[key]
+        flipped = held.flip(2, 3).transpose(0, 1)
+        both = tuple(t.contiguous(memory_format=layout) for t in (held, flipped))
+        return self._laid.setdefault(key, both) if may_keep(held) else both
 
     def _strides(self, in_size: Sequence[int]) -> list[tuple[int, int]]:
         """How many strides fit into the padded map beside the kernel, and what is left, an axis."""
