@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from equilibria_papers.tables import describe, names
+from equilibria_papers.tables import Cell, Choices, describe, names, plan
 
 ROOT = Path(__file__).parent.parent / "results"
 OUT = ROOT / "tables.md"
@@ -65,10 +65,15 @@ def numbers(name: str) -> Iterator[str]:
         for cell in kept["cells"]:
             if cell["published"] is None or not cell["n"] or "size" in cell["column"]:
                 continue
-            declared = next(c for c in describe(name).cells if c.row == cell["row"])
-            recipe = {} if declared.job is None else declared.job.recipe
-            epochs = int(kept["overrides"].get("epochs", recipe.get("epochs", 0)))
             place = cell["row"], cell["column"]
+            declared = next((c for c in describe(name).cells if (c.row, c.column) == place), None)
+            if declared is None:
+                continue
+            recipe = {} if declared.job is None else dict(declared.job.recipe)
+            if declared.job is not None and cell["status"] == "stand-in data":
+                recipe |= declared.job.stand_in
+            epochs = int(kept["overrides"].get("epochs", recipe.get("epochs", 0)))
+            cell["outdated"] = outdated(cell, declared, kept["overrides"])
             if place not in best or epochs > best[place][0]:
                 best[place] = epochs, cell
     for cell in describe(name).cells:
@@ -77,11 +82,20 @@ def numbers(name: str) -> Iterator[str]:
             spread = "" if found["std"] is None else f" ± {found['std']:.2f}"
             ours = f"{found['mean']:.4g}" if abs(found["mean"]) < 0.1 else f"{found['mean']:.2f}"
             ours += " (other data)" if found["status"] == "stand-in data" else ""
+            ours += " (earlier recipe)" if found["outdated"] else ""
             where = cell.column.removesuffix(" in %").removesuffix(", accuracy")
             yield (
                 f"| {cell.row}, {where} | {found['published']['text']} | {ours}{spread} "
                 f"| {epochs or '–'} | {found['n']} |"
             )
+
+
+def outdated(found: dict[str, Any], declared: Cell, overrides: dict[str, Any]) -> bool:
+    """Whether a number on the paper's data was made by other settings than those of today."""
+    if declared.job is None or found["status"] == "stand-in data":
+        return False
+    (today,) = plan([declared], Choices(overrides=overrides, gather=True))
+    return any(sample["group"] != today.group for sample in found["samples"])
 
 
 if __name__ == "__main__":

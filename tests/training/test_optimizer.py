@@ -11,7 +11,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.optim.lr_scheduler import CosineAnnealingLR, MultiStepLR, OneCycleLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, MultiStepLR, OneCycleLR, PolynomialLR
 
 import equilibria as eq
 from equilibria.training import TrainConfig
@@ -83,6 +83,7 @@ def ours(steps: int, per_epoch: int, **options: Any) -> list[Any]:
     [
         ({"schedule": "onecycle"}, lambda o: OneCycleLR(o, 0.4, total_steps=40, pct_start=0.25)),
         ({"schedule": "cosine", "warmup": 0.0}, lambda o: CosineAnnealingLR(o, T_max=40)),
+        ({"schedule": "poly"}, lambda o: PolynomialLR(o, total_iters=40, power=0.9)),
         (
             {"schedule": "step", "milestones": (2, 3), "drop": 0.2},
             lambda o: MultiStepLR(o, [20, 30], gamma=0.2),

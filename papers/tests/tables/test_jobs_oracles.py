@@ -84,27 +84,27 @@ def _gradient(value: Callable[[Tensor], Tensor]) -> Step:
 
 
 def _decorrelation(z: Tensor) -> Tensor:
-    """0.01·½‖D Z Zᵀ D − I‖²_F (Eq 13), a row for each channel."""
+    """300·½‖D Z Zᵀ D − I‖²_F (Eq 13), a row for each channel."""
     rows = z.movedim(1, 0).flatten(1)
     d = torch.diag(1 / rows.norm(dim=1))
-    return 0.01 * 0.5 * (d @ rows @ rows.T @ d - torch.eye(len(rows)).double()).square().sum()
+    return 300 * 0.5 * (d @ rows @ rows.T @ d - torch.eye(len(rows)).double()).square().sum()
 
 
 def _hsic(z: Tensor) -> Tensor:
-    """0.01·Σ_{i<j} tr(K_i H K_j H)/(B − 1)² (§7.2.1), the kernel exp(−‖·‖²/(2·30²))."""
+    """5000·Σ_{i<j} tr(K_i H K_j H)/(B − 1)² (§7.2.1), the kernel exp(−‖·‖²/(2·15²))."""
     batch, channels = z.shape[:2]
     h = torch.eye(batch).double() - 1 / batch
     gaps = z.transpose(0, 1).flatten(2)[:, :, None] - z.transpose(0, 1).flatten(2)[:, None]
-    centered = torch.exp(-gaps.square().sum(3) / (2 * 30.0**2)) @ h  # K_i H, [m, B, B]
+    centered = torch.exp(-gaps.square().sum(3) / (2 * 15.0**2)) @ h  # K_i H, [m, B, B]
     traces = torch.einsum("iab,jba->ij", centered, centered)
     pairs = torch.ones(channels, channels).triu(1).bool()
-    return 0.01 * traces[pairs].sum() / (batch - 1) ** 2
+    return 5000 * traces[pairs].sum() / (batch - 1) ** 2
 
 
-# ε = 1 of the feature incay is ours.
+# The weights are ours, and so is ε = 4,000 of the feature incay.
 _REGULARIZERS: dict[str, Callable[[Tensor], Tensor]] = {
     "½‖z‖²": lambda z: 0.5 * z.square().sum(),
-    "2/(‖z‖²+2ε)": lambda z: (2 / (z.square().flatten(1).sum(1) + 2.0)).sum(),
+    "2/(‖z‖²+2ε)": lambda z: (2 * 4.8e6 / (z.square().flatten(1).sum(1) + 8e3)).sum(),
     "F_Dz": _decorrelation,
     "HSIC": _hsic,
 }
@@ -116,11 +116,12 @@ def _plain(apply: Step, z: Array, steps: int = 20) -> Array:
     return z
 
 
-def _sam(apply: Step, gradient: Step, z: Array) -> Array:
-    """Eq 11 with L_z = 1: γ = η = ½, β_k = λ_k = ½/k^0.3; K = 20."""
+def _sam(apply: Step, gradient: Step, z: Array, bound: float) -> Array:
+    """Eq 11 with L_z: γ = 1/(2L_z), β_k = λ_k = η/k^0.3, η = min(√(2L_z), L_z/2, ½); K = 20."""
+    gamma, eta = 1 / (2 * bound), min(np.sqrt(2 * bound), bound / 2, 0.5)
     for k in range(1, 21):
-        beta = decay = 0.5 / k**0.3
-        s = (1 - 0.5 * decay) * z - 0.5 * gradient(z)
+        beta = decay = eta / k**0.3
+        s = (1 - gamma * decay) * z - gamma * gradient(z)
         z = beta * s + (1 - beta) * apply(z)
     return z
 
@@ -132,7 +133,8 @@ def _carried_out(setting: str, apply: Step, z: Array) -> Array:
     name = setting[:-1]
     gradient = _gradient(_REGULARIZERS[name[1:-1] if name.startswith("(") else name])
     if setting.endswith("†"):
-        return _sam(apply, gradient, z)
+        # Incay's Hessian is at most weight/ε², at z = 0; the others have 1 or are given it.
+        return _sam(apply, gradient, z, 4.8e6 / 4000**2 if "ε" in setting else 1.0)
     return _plain(lambda z: apply(z - gradient(z)), z)
 
 
@@ -159,8 +161,8 @@ def _cells(table: str, model: str = "deep_opteq_") -> list[Cell]:
 
 
 def _input(channels: int, setting: str) -> Array:
-    # Such that the regularizer is felt: a bandwidth of 30 for 36 pixels, an ε of 1.
-    scale = {"HSIC": 4.0, "2/(‖": 0.1}.get(setting.strip("()")[:4], 1.0)
+    # Such that the regularizer is felt and does not rule: its weight is for 125 · 32² pixels.
+    scale = {"HSIC": 0.1, "2/(‖": 4.0, "F_Dz": 300.0}.get(setting.strip("()")[:4], 1.0)
     drawn: Array = scale * np.random.default_rng(0).standard_normal((3, channels, 6, 6))
     return drawn
 

@@ -144,12 +144,12 @@ def test_landscape_in_closed_form(tmp_path: Path, root: bool, smoke: bool) -> No
     # Of seed 0 both directions have the same signs: a plane in which all lies on one line.
     scene = scene_of(model, data, tmp_path, smoke=smoke, seed=3, batch_size=512)
     found = measures.MEASURES["landscape"](scene)
-    count, points, step = (32, 5, 1) if smoke else (1024, 25, 6)
+    count, points, step, coarse = (32, 5, 1, 5) if smoke else (1024, 51, 10, 6)
     t = np.arange(1100) % 256 / 255.0 / deviation
     kept = safetensors.torch.load_file(tmp_path / "landscape.safetensors")["values.loss"].numpy()
     fits = []
     for drawn in itertools.product((-1.0, 1.0), repeat=6):  # which of the signs were drawn
-        made = _surface(w, root, np.reshape(drawn, (2, 3)), t[:count], targets[:count], 5)
+        made = _surface(w, root, np.reshape(drawn, (2, 3)), t[:count], targets[:count], coarse)
         if np.allclose(made, kept[::step, ::step], rtol=1e-5, equal_nan=True):
             fits.append(np.reshape(drawn, (2, 3)))
     assert len(fits) == 1

@@ -119,6 +119,15 @@ def test_missing_data_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert (asked.stands_in, asked.missing) == ("camvid", "cityscapes")  # neither is there
 
 
+def test_recipes_are_those_of_the_papers_where_it_matters() -> None:
+    for job in describe("opteq-table10").jobs:  # §7.5: 40,000 steps of 8 images
+        for images, epochs in ((2975 * 0.9, job.recipe["epochs"]), (367, job.stand_in["epochs"])):
+            assert int(images / 8) * epochs == pytest.approx(40_000, rel=0.01)
+        assert job.recipe["schedule"] == "poly"
+    for one in plan(describe("kerdeq-table3").cells, Choices()):
+        assert one.config.label_smoothing == 0.0  # it would change the divergence
+
+
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [

@@ -18,7 +18,7 @@ from .yaml_values import MOST_CHARACTERS, parse_yaml
 
 _LOGGERS = ("tensorboard", "csv", "wandb", "mlflow")
 _SHORT = {"32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed", "64": "64-true"}
-_WARMUP = {"onecycle": 0.25, "cosine": 0.05, "step": 0.0, "constant": 0.0}
+_WARMUP = {"onecycle": 0.25, "cosine": 0.05, "poly": 0.0, "step": 0.0, "constant": 0.0}
 _PRECISIONS = (
     *("32-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true", "64-true"),
     *("transformer-engine", "transformer-engine-float16"),

@@ -67,8 +67,9 @@ def make_optimizer(model: nn.Module, config: TrainConfig, *, fused: bool = False
 class _Factor:
     """The rate of step t = 0, 1, … over its highest, for all schedules but one-cycle.
 
-    With w warm-up steps of T: (t + 1)/w while t < w; after that ½(1 + cos π(t − w)/(T − w)) for
-    "cosine", drop^(milestones passed) for "step", 1 for "constant". A checkpoint can hold it.
+    With w warm-up steps of T: (t + 1)/w while t < w; after that, with s = (t − w)/(T − w),
+    ½(1 + cos πs) for "cosine", (1 − s)^0.9 for "poly", drop^(milestones passed) for "step", 1 for
+    "constant". A checkpoint can hold it.
     """
 
     def __init__(self, config: TrainConfig, total: int, per_epoch: int) -> None:
@@ -81,9 +82,11 @@ class _Factor:
     def __call__(self, step: int) -> float:
         if step < self.warm:
             return (step + 1) / self.warm
+        done = min(1.0, (step - self.warm) / max(1, self.total - self.warm))
         if self.kind == "cosine":
-            done = (step - self.warm) / max(1, self.total - self.warm)
-            return 0.5 * (1.0 + math.cos(math.pi * min(1.0, done)))
+            return 0.5 * (1.0 + math.cos(math.pi * done))
+        if self.kind == "poly":
+            return float((1.0 - done) ** 0.9)
         if self.kind == "step":
             return float(self.drop ** sum(step >= passed for passed in self.milestones))
         return 1.0

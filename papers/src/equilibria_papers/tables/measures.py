@@ -332,7 +332,7 @@ def snapshot_epochs(epochs: int) -> tuple[int, ...]:
 _SAMPLES, _STEPS = 256, 50
 _SPANNED = 32  # samples whose paths span the plane: all 256 would be 13,056 points of 37,632
 _TOLERANCE = 1e-2
-_EXAMPLES, _GRID = 1024, 25
+_EXAMPLES, _GRID = 1024, 51
 
 
 def _path(model: nn.Module, scene: Scene, data: ImageData) -> tuple[SolverPath, Tensor]:
@@ -413,7 +413,7 @@ def local_minima(loss: Tensor) -> int:
 
 
 def _landscape(scene: Scene, data: ImageData, name: str) -> dict[str, float]:
-    """Φ(a, b) around the weights, 25 × 25 over [−1, 1]², filter-normalized.
+    """Φ(a, b) around the weights, 51 × 51 over [−1, 1]², filter-normalized.
 
     Figure 4.4 is of training images, Figure 4.5 of test images: ImageNet's own are 50 a class, the
     first 1,024 of 21 classes.
