@@ -5,9 +5,9 @@
 Needs a CUDA device. Two networks on synthetic images of CIFAR's shape, bf16, medians over whole
 steps (forward, loss, backward, SGD):
 
-- branches: six GEQ branches (4.45 M parameters), 5 terms in the backward pass; and the same weights
-  with torchdeq (Anderson and Broyden, phantom gradient of 5 steps), the map written in plain
-  PyTorch. Residuals are measured after the step, in float64, on the first samples.
+- branches: six GEQ branches (4.45 M parameters); and the same weights with torchdeq (Anderson and
+  Broyden, phantom gradient of 5 steps), the map written in plain PyTorch. Residuals are measured
+  after the step, in float64, on the first samples.
 - stack: six GEQ layers in sequence (2.79 M); and its explicit twin, with two convolutions instead
   of each layer.
 
@@ -38,13 +38,14 @@ BRANCHES = "geq_cifar_5m"
 STACK = "geq_stack_cifar_3m"
 
 
-def fixed(steps: int, tau: float | None = None) -> eq.ProximalGradient:
-    """A fixed number of steps of T_τ, τ from the certificate if not given."""
-    return eq.ProximalGradient(rtol=0.0, atol=0.0, max_steps=steps, accelerate=False, tau=tau)
-
-
-def series(terms: int) -> eq.Phantom:
-    return eq.Phantom(steps=terms, damping=1.0, form="neumann")
+def ways(steps: int | None, terms: int | None) -> dict[str, Any]:
+    """So many steps of the certificate's size and terms of the series; None: the network's own."""
+    made: dict[str, Any] = {}
+    if steps is not None:
+        made["solver"] = eq.ProximalGradient(rtol=0.0, atol=0.0, max_steps=steps, accelerate=False)
+    if terms is not None:
+        made["adjoint"] = eq.Phantom(steps=terms, damping=1.0, form="neumann")
+    return made
 
 
 @dataclass(frozen=True)
@@ -57,9 +58,7 @@ class Row:
 
 
 def branches(options: argparse.Namespace) -> nn.Module:
-    return eq.models.create(
-        BRANCHES, fusion=0, solver=fixed(options.steps), adjoint=series(options.terms)
-    )
+    return eq.models.create(BRANCHES, fusion=0, **ways(options.steps, options.terms))
 
 
 def old_branches(_: argparse.Namespace) -> nn.Module:
@@ -74,7 +73,11 @@ def peer(name: str) -> Callable[[argparse.Namespace], nn.Module]:
         if torchdeq is None:
             raise SystemExit(f"--torchdeq: {why}")
         deq = torchdeq.get_deq(
-            f_solver=name, f_max_iter=options.peer_steps, f_tol=0.0, grad=options.terms, tau=0.8
+            f_solver=name,
+            f_max_iter=options.peer_steps,
+            f_tol=0.0,
+            grad=options.terms or 5,
+            tau=0.8,
         )
         return PeerBranches(eq.models.create(BRANCHES, fusion=0), deq)
 
@@ -82,8 +85,7 @@ def peer(name: str) -> Callable[[argparse.Namespace], nn.Module]:
 
 
 def stack(options: argparse.Namespace) -> nn.Module:
-    solver, adjoint = fixed(options.stack_steps), series(options.stack_terms)
-    return eq.models.create(STACK, solver=solver, adjoint=adjoint)
+    return eq.models.create(STACK, **ways(options.stack_steps, options.stack_terms))
 
 
 def old_stack(_: argparse.Namespace) -> nn.Module:
@@ -250,11 +252,15 @@ def main() -> None:
     parser.add_argument("--tag", default="", help="added to the name of the result")
     parser.add_argument("--batch", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=5, help="forward steps of the branches")
-    parser.add_argument("--terms", type=int, default=5, help="backward terms of the branches")
+    parser.add_argument(
+        "--steps", type=int, help="forward steps of the branches; default: the network's own"
+    )
+    parser.add_argument(
+        "--terms", type=int, help="backward terms of the branches; default: the network's own"
+    )
     parser.add_argument("--peer-steps", type=int, default=10, help="evaluations of torchdeq")
-    parser.add_argument("--stack-steps", type=int, default=4)
-    parser.add_argument("--stack-terms", type=int, default=3)
+    parser.add_argument("--stack-steps", type=int)
+    parser.add_argument("--stack-terms", type=int)
     parser.add_argument("--only", default="", help="names of the rows to run, comma separated")
     parser.add_argument("--profile", default="", help="names of the rows to profile")
     parser.add_argument("--torchdeq", help="a folder that holds torchdeq, if not installed")

@@ -105,15 +105,15 @@ def test_a_warm_start_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     "gamma", [eq.MeanPatchEnergy(0.2), eq.FixedGamma(0.3), eq.LearnedGamma(0.2)]
 )
 def test_the_gradient_is_the_series_written_out(steps: int, terms: int, gamma: Any) -> None:
-    """Also far from the equilibrium, where the active sets of z and T(z) differ."""
+    """Of the last step; also far from the equilibrium, where active sets still change."""
     made, x = layer(steps, terms, gamma=gamma), images()
     weight = torch.randn(3, 6, 4, 6, dtype=torch.float64)
     found = gradients(made, x, weight)
-    # Oracle: u = Σ (Jᵀ)ᵏ g by autograd at the returned z, then (∂T/∂θ)ᵀu.
+    # Oracle: u = Σ (Jᵀ)ᵏ g by autograd at the state before the last step, then (∂T/∂θ)ᵀu.
     given = x.clone().requires_grad_()
     problem = made.problem(given)
     tau = made.solver.for_problem(lambda: made.nominal_bounds(problem)).tau  # type: ignore[arg-type, return-value]
-    z = by_hand(made, x, steps).requires_grad_()
+    z = by_hand(made, x, steps - 1).requires_grad_()
     out = problem.step(z, tau)
     u = term = weight
     for _ in range(terms - 1):

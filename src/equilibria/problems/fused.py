@@ -10,9 +10,12 @@ and, in the backward pass, u = Σₖ (Jᵀ)ᵏ g for k < ``steps`` of Phantom(fo
 
 The answer is that of the general path (any solver, any adjoint, autograd). What is saved is
 everything around the arithmetic: one kernel a message, the update inside the second convolution,
-no pass for tests and clean-ups, no graph in the forward pass. Backward keeps c and z alone and
-evaluates T_τ(z) again: its active set is needed, as gradients are worse with the older one of z.
-For the linear kernel σ(Wz + c) is enough, one kernel of cuDNN; τ/ν is put into Wᵀ.
+no pass for tests and clean-ups, no graph in the forward pass. For the linear kernel σ(Wz + c) is
+one kernel of cuDNN; τ/ν is put into Wᵀ.
+
+J and the gradients of c and W are those of the last step: z there is the state before it, and the
+answer is T_τ(z). The general path evaluates T_τ once more, at the answer: so its gradient after k
+steps is the one here after k + 1, at the same cost.
 
 The output is kept for the backward pass: what follows must not change it in place. A sample that
 diverges or meets NaN returns its start, gets no gradient and harms no other.
@@ -35,6 +38,7 @@ from equilibria.ops.convolutions import convolve, convolve_add_relu, padding
 from equilibria.ops.gaussian_steps import (
     PatchMessage,
     ReluMessage,
+    blank,
     judge,
     residual_norms,
     threshold_sum,
@@ -99,6 +103,7 @@ class _Solve:
     nu: float
     divergence: float
     zero_start: bool
+    derived: bool  # whether a backward pass may follow
     kernels: tuple[Tensor, ...] = ()  # W and its flipped kernel, as the maps lie
     found: tuple[Tensor, ...] = ()  # what ``judge`` says
 
@@ -147,6 +152,7 @@ def fused_solve(
         nu=q.nu if isinstance(q, Activated) else 1.0,
         divergence=choice.solver.divergence,
         zero_start=zero_start,
+        derived=torch.is_grad_enabled(),
         kernels=q.operator.laid_out(_layout(z0)),
     )
     with torch.autocast(z0.device.type, enabled=False):
@@ -175,24 +181,29 @@ class _FusedSteps(torch.autograd.Function):
         (weight, flipped), run.kernels = run.kernels, ()
         # At stride 1 the adjoint of a convolution is the one with the flipped kernel.
         flipped = _times(run.outer, flipped)
-        z: Tensor | None = None if run.zero_start else z0
+        following: Tensor | None = None if run.zero_start else z0
         for step in range(run.steps):
+            z = following
             a = kernel.image(z, weight, first=step == 0)
             following = run.advance(kernel.message(a, run.inner), flipped, z)
             if step in (0, run.steps - 1):
                 last = residual_norms(following, z)
                 if step == 0:
                     first = last
-            z = following
-        assert z is not None
-        clean = z if run.zero_start else z.clone()
+        assert following is not None
+        clean = following if run.zero_start else following.clone()
         run.found = judge(clean, first, last, run.divergence, run.steps)
         failed = run.found[0]
-        if not run.zero_start:
-            z = torch.where(failed.view(-1, 1, 1, 1), z0, z)
-        ctx.run = run
-        ctx.save_for_backward(c, weight, flipped, metric, gamma, clean, failed)
-        return z
+        if run.derived:
+            if z is not None:
+                z = blank(z.clone() if z is z0 else z, failed)
+            if run.cut is None:
+                a = blank(a, failed)
+            ctx.run = run
+            ctx.save_for_backward(c, weight, flipped, metric, gamma, z, a, clean, failed)
+        if run.zero_start:
+            return clean
+        return torch.where(failed.view(-1, 1, 1, 1), z0, following)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -209,17 +220,16 @@ def _pull(
     run: _Solve, saved: tuple[Any, ...], gradient: Tensor, needs: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...]:
     """Gradients of c, W, M and γ."""
-    c, weight, flipped, metric, gamma, z, failed = saved
+    c, weight, flipped, metric, gamma, z, a, active, failed = saved
     kernel = run.kernel(c, metric, gamma, failed)
-    g = _as(gradient, z)
-    a = kernel.image(z, weight)
-    assert a is not None
+    g = _as(gradient, active)
+    if a is None:
+        a = torch.zeros_like(c)
     message = kernel.message(a, run.inner)
-    active: Tensor | None = None
     if run.cut is None:
+        active = None
         d = g = torch.where(failed.view(-1, 1, 1, 1), 0.0, g)
     else:
-        active = run.advance(message, flipped, z)
         d = torch.ops.aten.threshold_backward(g, active, 0)
     for _ in range(run.terms - 1):
         p = convolve(d, weight)
@@ -232,7 +242,8 @@ def _pull(
     dw = None
     if needs[1]:
         dw = _times(run.outer, _weight_gradient(d, message, weight))
-        dw = dw.add_(_weight_gradient(z, dc, weight), alpha=run.sign)
+        if z is not None:
+            dw = dw.add_(_weight_gradient(z, dc, weight), alpha=run.sign)
     return (
         dc if needs[0] else None,
         dw,
