@@ -132,3 +132,14 @@ def test_compile_and_vmap() -> None:
     torch.testing.assert_close(torch.func.vmap(run)(rows, gamma), expected)
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(rows[0], gamma[0]), expected[0])
+
+
+def test_a_compiler_follows_the_permutation() -> None:
+    """In one graph, with and without gradients; what is kept with M is for eager calls."""
+    from equilibria.ops.gaussian import permuted
+
+    metric = torch.randn(16, 16)
+    whole = torch.compile(permuted, fullgraph=True, backend="eager")
+    assert torch.equal(whole(metric, 4, 2), permuted(metric, 4, 2))
+    with torch.no_grad():
+        assert torch.equal(whole(metric, 4, 2), permuted(metric, 4, 2))

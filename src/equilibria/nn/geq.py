@@ -30,7 +30,7 @@ from equilibria.problems.norms import (
 )
 
 from .constraints import NormBounded, constrain
-from .inputs import check_sizes
+from .inputs import check_sizes, marked
 from .layer import LayerOptions, WeightedLayer
 
 __all__ = ["GEQ", "KerDEQ"]
@@ -146,6 +146,15 @@ class GEQ(WeightedLayer):
         if reuse and may_keep(c):
             self._kept = state, made.with_inputs(c.new_empty(0), made.gamma), held
         return made
+
+    def marked(self, problem: HiddenProblem, bad: Tensor) -> HiddenProblem:
+        c, gamma = problem.inputs()
+        # γ is one number a sample, c a map.
+        return (
+            problem.with_inputs(c, marked(gamma, bad))
+            if gamma.ndim
+            else super().marked(problem, bad)
+        )
 
     def nominal_bounds(self, problem: HiddenProblem) -> tuple[Any, Any] | None:
         mu = self.nominal_norm()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from equilibria.adjoints.graph import has_batch, host_may_read, lend
-from equilibria.engine.transforms import autocasts
+from equilibria.engine.transforms import autocasts, transforms_active
 from equilibria.engine.tree import map_tensors
 from equilibria.problems import Prior
 
@@ -104,7 +104,23 @@ def contained(x: Any) -> tuple[Any, Tensor | None]:
     bad = ~torch.isfinite(size)
     if host_may_read(bad) and not bool(bad.any()):
         return x, None
-    return lend(x, bad), bad
+    if torch.compiler.is_compiling() or transforms_active():
+        return lend(x, bad), bad
+    return _Lent.apply(x, bad), bad  # type: ignore[no-untyped-call]
+
+
+class _Lent(torch.autograd.Function):
+    """``lend`` in one pass. What is made of bad samples is marked, so no gradient comes back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bad: Tensor) -> Tensor:
+        first = torch.argmax((~bad).to(torch.int8)).view(1)
+        row = x.index_select(0, first).nan_to_num(0.0, 0.0, 0.0)
+        return torch.where(bad.view(-1, *[1] * (x.ndim - 1)), row, x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
 
 
 def marked(tree: Any, bad: Tensor | None) -> Any:

@@ -172,9 +172,13 @@ class EquilibriumLayer(_SolvedLayer):
         start = self.start(problem, x) if z0 is None else z0
         if bad is None:
             return problem, start
-        if z0 is None:
+        if z0 is None and not self.starts_at_zero():
             start = torch.where(bad.view(-1, *[1] * (start.ndim - 1)), 0.0, start)
-        return problem.with_inputs(*marked(problem.inputs(), bad)), start
+        return self.marked(problem, bad), start
+
+    def marked(self, problem: HiddenProblem, bad: Tensor) -> HiddenProblem:
+        """The problem with NaN in the inputs of the samples of ``bad`` [B]; one input is enough."""
+        return problem.with_inputs(*marked(problem.inputs(), bad))
 
 
 class MapLayer(_SolvedLayer, ABC):

@@ -143,15 +143,20 @@ def plain_message(
 
 def permuted(metric: Tensor, channels: int, size: int) -> Tensor:
     """M with rows and columns from the order (channel, dy, dx) to (dy, dx, channel)."""
-    k, p = channels, size
+    if not may_reuse():
+        return _permuted(metric, channels, size)
     # Kept with M, of which the energies, the message and later solves ask for the same.
-    kept: dict[Any, Tensor] = metric.__dict__.setdefault("_permuted", {}) if may_reuse() else {}
-    key = k, p, version(metric)
+    kept: dict[Any, Tensor] = metric.__dict__.setdefault("_permuted", {})
+    key = channels, size, version(metric)
     if key in kept:
         return kept[key]
+    made = _permuted(metric, channels, size)
+    return kept.setdefault(key, made) if may_keep(metric) else made
+
+
+def _permuted(metric: Tensor, k: int, p: int) -> Tensor:
     m = metric.view(k, p, p, k, p, p).permute(1, 2, 0, 4, 5, 3)
-    m = m.reshape(k * p * p, k * p * p).contiguous()
-    return kept.setdefault(key, m) if may_keep(metric) else m
+    return m.reshape(k * p * p, k * p * p).contiguous()
 
 
 def restored(metric: Tensor, channels: int, size: int) -> Tensor:

@@ -48,22 +48,22 @@ class Plan(NamedTuple):
 
 PLANS = {
     # kernel, columns of a tile: on large maps, on small maps (benchmarks/gaussian_op.py --tune)
-    ("forward", 16): (Plan(256, 4, 3, 4), Plan(128, 4, 2, 8)),
-    ("forward", 32): (Plan(128, 4, 3, 4), Plan(64, 4, 2, 8)),
-    ("forward", 64): (Plan(64, 4, 2, 4), Plan(64, 4, 2, 4)),
-    ("forward", 128): (Plan(64, 8, 2, 2), Plan(64, 8, 2, 2)),
-    ("backward", 16): (Plan(256, 4, 2, 4), Plan(128, 4, 2, 8)),
-    ("backward", 32): (Plan(128, 4, 2, 4), Plan(64, 4, 2, 8)),
+    ("forward", 16): (Plan(128, 4, 2, 32), Plan(128, 4, 2, 32)),
+    ("forward", 32): (Plan(64, 4, 1, 8), Plan(64, 4, 1, 8)),
+    ("forward", 64): (Plan(64, 4, 1, 4), Plan(64, 4, 1, 4)),
+    ("forward", 128): (Plan(64, 4, 1, 2), Plan(64, 4, 1, 2)),
+    ("backward", 16): (Plan(128, 4, 1, 32), Plan(128, 4, 1, 32)),
+    ("backward", 32): (Plan(64, 4, 1, 8), Plan(64, 4, 1, 8)),
     ("backward", 64): (Plan(64, 4, 2, 4), Plan(64, 4, 2, 4)),
     ("backward", 128): (Plan(64, 4, 2, 2), Plan(64, 4, 2, 2)),
     ("metric", 16): (Plan(128, 4, 2, 4), Plan(128, 4, 2, 4)),
-    ("metric", 32): (Plan(64, 4, 2, 4), Plan(64, 4, 2, 4)),
-    ("metric", 64): (Plan(64, 4, 2, 2), Plan(64, 4, 2, 2)),
+    ("metric", 32): (Plan(64, 4, 2, 8), Plan(64, 4, 2, 4)),
+    ("metric", 64): (Plan(64, 4, 1, 2), Plan(64, 4, 1, 2)),
     ("metric", 128): (Plan(128, 8, 2, 1), Plan(128, 8, 2, 1)),
-    ("energies", 16): (Plan(256, 4, 3, 4), Plan(128, 4, 2, 8)),
-    ("energies", 32): (Plan(128, 4, 3, 4), Plan(64, 4, 2, 8)),
-    ("energies", 64): (Plan(64, 4, 3, 4), Plan(64, 4, 2, 4)),
-    ("energies", 128): (Plan(64, 4, 2, 2), Plan(64, 4, 2, 2)),
+    ("energies", 16): (Plan(256, 4, 2, 32), Plan(256, 4, 2, 32)),
+    ("energies", 32): (Plan(128, 4, 1, 32), Plan(128, 4, 1, 8)),
+    ("energies", 64): (Plan(64, 4, 3, 4), Plan(64, 4, 3, 4)),
+    ("energies", 128): (Plan(64, 4, 3, 2), Plan(64, 4, 3, 2)),
 }
 """Of numbers of 16 bits. "backward" is without the gradient of M, "metric" with it."""
 
