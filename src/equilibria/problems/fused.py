@@ -198,6 +198,7 @@ class _FusedSteps(torch.autograd.Function):
             if z is not None:
                 z = blank(z.clone() if z is z0 else z, failed)
             if run.cut is None:
+                assert a is not None
                 a = blank(a, failed)
             ctx.run = run
             ctx.save_for_backward(c, weight, flipped, metric, gamma, z, a, clean, failed)
