@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import pickle
 import struct
+import threading
+import time
 import zlib
 from collections.abc import Callable
 from functools import partial
@@ -19,7 +21,8 @@ from PIL import Image
 
 from equilibria import data
 from equilibria.data import CorruptImageError, LazyImages, decoding, read_image
-from equilibria.data.decoding import Rows, as_index, decode_image, decode_mask, reshape_pixels
+from equilibria.data.decoding import Rows, decode_image, decode_mask, reshape_pixels
+from equilibria.data.sampling import as_index
 from tests.data.made_files import pictures, png, write_class_folders
 
 COLOR, GRAY = pictures(1, 9, 14)[0], pictures(1, 9, 14, channels=1)[0]
@@ -191,6 +194,36 @@ def test_an_error_in_a_thread_comes_out() -> None:
         lazy(read)[:]
     with pytest.raises(ValueError, match="row 1 is 4 × 2 pixels"):
         lazy(lambda i: torch.zeros(1, 2, 4))[torch.tensor([1])]
+
+
+@pytest.mark.parametrize(("seconds", "most"), [(0.0, 1), (0.0025, 4)])
+def test_quick_images_are_decoded_in_one_thread(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, most: int
+) -> None:
+    """The interpreter runs one thread at a time: for a small image, which is mostly Python, more
+    threads take longer. Errors name the first bad image, however many threads there are."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(4), raising=False)
+    names, bad = set[str](), set[int]()
+
+    def read(i: int) -> torch.Tensor:
+        time.sleep(seconds)
+        names.add(threading.current_thread().name)
+        if i in bad:
+            raise CorruptImageError(f"image {i}")
+        return WHOLE[i]
+
+    images = lazy(read)
+    for _ in range(2):
+        names.clear()
+        assert torch.equal(images[:], WHOLE)
+        workers = {name for name in names if name.startswith("decode")}
+        assert len(workers) == 1 if most == 1 else 1 < len(workers) <= most
+    bad |= {1, 9}
+    with pytest.raises(CorruptImageError, match="image 1"):
+        lazy(read)[:]
+    failures: dict[int, str] = {}
+    lazy(read).decoded(slice(None), failures)
+    assert failures == {1: "image 1", 9: "image 9"}
 
 
 def column(folder: Path, count: int, bad: tuple[int, ...] = ()) -> tuple[LazyImages, np.ndarray]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +13,11 @@ import torch
 from torch import nn
 
 import equilibria as eq
+from equilibria.cli.train import _write_report
 from equilibria.evaluation import write_training_report
+from equilibria.training import TrainConfig
 from tests.cli.running import run
+from tests.data.made_files import write_class_folders
 
 
 def folder(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -81,6 +85,51 @@ def test_the_page_counts_mistakes_and_shows_the_history(tmp_path: Path) -> None:
     assert not re.search(r"<script|<link|url\(|https?://", text)
 
 
+def test_images_are_judged_until_the_time_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("equilibria.evaluation.training_report._SECONDS", 0.0)
+    test = eq.data.load("digits", "test").subset(range(200))
+    model = Fixed()
+    model.targets = test.targets.long()
+    threes = int((model.targets[:64] == 3).sum())
+    rows = [{**row, "images_per_second": 1e6} for row in ROWS]  # however fast the training was
+    text = write_training_report(folder(tmp_path, rows), model, test).read_text(encoding="utf-8")
+    assert "of the first 64 of 200 images" in text
+    assert "<code>equilibria evaluate</code>" in text
+    assert f"{threes} of 64 answers are wrong" in text
+
+
+@pytest.mark.parametrize("validation", [0.4, 0.0])
+@pytest.mark.parametrize(("accelerator", "asked"), [("auto", None), ("gpu", None), ("cpu", "cpu")])
+def test_the_command_judges_where_it_trained_and_normalizes_as_it_did(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    validation: float,
+    accelerator: str,
+    asked: str | None,
+) -> None:
+    write_class_folders(tmp_path, {"a": 8, "b": 8})
+    settings = TrainConfig(data=str(tmp_path), validation=validation, accelerator=accelerator)
+    model = nn.Linear(2, 2)
+    model.one_scale = True
+    seen: list[Any] = []
+
+    def chosen(name: str | None) -> torch.device:
+        seen.append(name)
+        return torch.device("meta")
+
+    monkeypatch.setattr("equilibria.cli.train.device_of", chosen)
+    monkeypatch.setattr("equilibria.evaluation.write_training_report", lambda *a: seen.extend(a))
+    _write_report(SimpleNamespace(model=model, folder=tmp_path), settings)
+    name, _, judged, held = seen
+    assert name == asked
+    assert (model.weight.device.type, judged.weight.device.type) == ("cpu", "meta")
+    std = eq.data.load(tmp_path).std
+    assert len(set(std)) == 3  # of ImageNet
+    assert held.std == pytest.approx((sum(std) / 3,) * 3)
+
+
 def test_what_a_run_does_not_have_is_left_out(tmp_path: Path) -> None:
     text = write_training_report(folder(tmp_path, ROWS), nn.Flatten()).read_text(encoding="utf-8")
     assert re.findall(r'<section id="(\w+)"', text) == ["curves", "repeat"]
@@ -92,7 +141,8 @@ def test_the_command_writes_it_unless_told_not_to(
     small = ("-o", "widths=[4, 8]", "-o", "hidden=4", "--epochs", "1", "--samples", "60")
     flags = ("train", *small, "--batch-size", "30", "--quiet", "--out")
     assert run(*flags, tmp_path / "a") == 0
-    assert "report in" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert said.index("writing report.html") < said.index("report in")
     text = (tmp_path / "a" / "report.html").read_text(encoding="utf-8")
     assert "geq_digits on digits" in text
     assert 'id="mistakes"' in text

@@ -15,7 +15,7 @@ from equilibria.training.config import TrainConfig
 
 from .console import complain, fail, print_json, print_table, say, stop
 from .flags import from_flags, pairs, with_flags
-from .loading import Json, ModelOption
+from .loading import Json, ModelOption, device_of
 
 _SMALL = 16  # pixels a side: digits have 8, CIFAR's images 32
 _PANELS = ("What", "Training", "Machine", "Other")
@@ -83,6 +83,8 @@ def train(
         raise stop(f"{stopped.message}{go_on}") from None
     if training.processes.rank():  # of several processes the first one says it
         return
+    if report and not as_json:
+        say("writing report.html, which may take some seconds")
     page = _write_report(result, settings) if report else None
     if as_json:
         print_json({"folder": str(result.folder), "metrics": result.metrics})
@@ -97,14 +99,20 @@ def train(
 def _write_report(result: Any, settings: TrainConfig) -> Path | None:
     """report.html of the run; where that fails, a warning and None."""
     from equilibria import data, evaluation
+    from equilibria.evaluation.model_on_data import on_device
     from equilibria.training.run_data import load_data
 
     try:
-        held = load_data(settings, None, progress=False).valid
+        found = load_data(settings, None, progress=False)
+        found = found.one_scale() if getattr(result.model, "one_scale", False) else found
+        held = found.valid
         if held is None:
             root, size = settings.data_root, settings.image_size
             held = data.load(settings.data, "test", root=root, image_size=size, progress=False)
-        return evaluation.write_training_report(result.folder, result.model, held)
+            held = held.with_normalization(found.train.mean, found.train.std)
+        kind = settings.accelerator  # where it was trained: it came back on the CPU
+        model = on_device(result.model, device_of(kind if kind in ("cpu", "mps") else None))
+        return evaluation.write_training_report(result.folder, model, held)
     except Exception as error:  # noqa: BLE001 — the training is done, and all its files are written
         complain("warning:", f"report.html was not written: {error}", "yellow")
         return None

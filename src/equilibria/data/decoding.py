@@ -14,6 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import median
+from timeit import timeit
 from typing import Any, Literal, cast
 
 import torch
@@ -22,6 +24,7 @@ from torch import Tensor
 from equilibria.engine.files import replacing
 from equilibria.engine.optional import needs
 
+from .sampling import as_index
 from .sources import (
     CorruptImageError,
     DataError,
@@ -134,7 +137,8 @@ def _eight_bits(image: Any) -> Any:
 
 
 def _pixels(image: Any, channels: int, size: int | None, square: bool) -> Tensor:
-    image = _resized(image.convert("L" if channels == 1 else "RGB"), size, square)
+    mode = "L" if channels == 1 else "RGB"
+    image = _resized(image if image.mode == mode else image.convert(mode), size, square)
     return _tensor(image).permute(2, 0, 1)
 
 
@@ -165,17 +169,6 @@ def _target(
     return (max(1, round(width * size / side)), max(1, round(height * size / side))), None
 
 
-def as_index(index: Any, count: int) -> Tensor:
-    """Positions in 0 … count − 1, long [n], from a slice, range, sequence, tensor or mask."""
-    if not isinstance(index, slice):
-        index = index.detach().cpu() if isinstance(index, Tensor) else torch.tensor(list(index))
-        index = index.long() if index.numel() == 0 else index
-    found = torch.arange(count)[index]
-    if found.ndim != 1:
-        raise IndexError(f"expected a one-dimensional index, got shape {tuple(index.shape)}.")
-    return found
-
-
 class LazyImages:
     """A stack [N, …] whose rows are decoded when indexed, in threads.
 
@@ -194,6 +187,7 @@ class LazyImages:
         self._read, self._index = read, index
         self.shape, self.ndim = torch.Size((len(index), *row_shape)), 1 + len(row_shape)
         self.dtype, self.device = dtype, torch.device("cpu")
+        self._seconds: float | None = None  # of one row
 
     def __len__(self) -> int:
         return len(self._index)
@@ -233,11 +227,16 @@ class LazyImages:
                         raise
                     failures[rows[k]] = str(error)
 
-        # The processors that this process may use, where the system says which.
+        tried = range(min(8, len(rows)) if self._seconds is None else 0)
+        if tried:
+            self._seconds = median(timeit(partial(fill, range(k, k + 1)), number=1) for k in tried)
+        # The processors that this process may use, where the system says which. For 0.1 ms of each
+        # image the interpreter is locked: for small images more threads would only wait for it.
         here = getattr(os, "sched_getaffinity", None)
-        threads = min(32, len(here(0)) if here else os.cpu_count() or 1)
+        most = min(32, len(here(0)) if here else os.cpu_count() or 1)
+        threads = max(1, min(most, int(1e4 * (self._seconds or 0.0))))
         step = max(1, min(_CHUNK, -(-len(rows) // (4 * threads))))
-        spans = [range(k, min(k + step, len(rows))) for k in range(0, len(rows), step)]
+        spans = [range(k, min(k + step, len(rows))) for k in range(len(tried), len(rows), step)]
         pool = ThreadPoolExecutor(threads, thread_name_prefix="decode")
         try:
             done: Iterable[None] = pool.map(fill, spans)
@@ -245,8 +244,7 @@ class LazyImages:
                 with needs("rich", "The progress bar (progress=True)"):
                     from rich.console import Console
                     from rich.progress import track
-                console = Console(stderr=True)
-                done = track(done, bar, len(spans), console=console, transient=True)
+                done = track(done, bar, len(spans), console=Console(stderr=True), transient=True)
             for _ in done:
                 pass
         finally:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .decoding import LazyImages, as_index
-from .sampling import held_out
+from .decoding import LazyImages
+from .sampling import as_index, held_out
 from .sources import DataError, Task
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,17 @@ from equilibria.engine.options import check_number
 
 _WORD = (1 << 64) - 1
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+def as_index(index: Any, count: int) -> Tensor:
+    """Positions in 0 … count − 1, long [n], from a slice, range, sequence, tensor or mask."""
+    if not isinstance(index, slice):
+        index = index.detach().cpu() if isinstance(index, Tensor) else torch.tensor(list(index))
+        index = index.long() if index.numel() == 0 else index
+    found = torch.arange(count)[index]
+    if found.ndim != 1:
+        raise IndexError(f"expected a one-dimensional index, got shape {tuple(index.shape)}.")
+    return found
 
 
 def mix(*numbers: int) -> int:

@@ -10,6 +10,7 @@ import csv
 import html
 import json
 import shlex
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,8 +36,8 @@ def write_training_report(
     """Write report.html into the folder of a run; its path.
 
     ``dataset``: images that were not trained on; None, or data for segmentation: without the parts
-    that need them. Of many images only the first are judged, as many as take a few seconds by the
-    speed of the training.
+    that need them. The network runs on the device that it is on, and only on the first images where
+    all would take longer than ten seconds; the page says on how many.
     """
     place = Path(folder)
     history = _history(place / "history.csv")
@@ -44,16 +45,13 @@ def write_training_report(
     judged = ""
     metrics: ClassificationMetrics | None = None
     if dataset is not None and dataset.task == "classification" and len(dataset):
-        speed = history[-1].get("images_per_second", 100.0)
-        count = min(len(dataset), max(64, int(3.0 * speed * _SECONDS)))
-        dataset = dataset.subset(range(count))
         logits = _logits(model, dataset)
-        targets = dataset.targets[slice(0, count)].long()
+        targets = dataset.targets[slice(0, len(logits))].long()
         metrics = classification_metrics(logits, targets)
         judged = _confusion(metrics, dataset) + _reliability(metrics, dataset)
         judged += _mistakes(logits, targets, dataset)
     name = model_name(model)
-    body = _opening(name, history, result, metrics)
+    body = _opening(name, history, result, metrics, 0 if dataset is None else len(dataset))
     body += _curves(history) + _solver(history) + judged + _repeat(place, result)
     footer = (
         f"Made by <code>equilibria train</code>: equilibria {result['version']}, torch "
@@ -75,11 +73,13 @@ def _history(file: Path) -> list[dict[str, float]]:
 
 @torch.no_grad()
 def _logits(model: nn.Module, dataset: ImageData) -> Tensor:
+    """Of the first images, up to the batch in which the time is over."""
+    found, end = list[Tensor](), time.monotonic() + _SECONDS
     with evaluating(model):
-        found = [
-            model(model_input(model, dataset, images)).float().cpu()
-            for images, _ in batches(dataset, 256, device_of(model))
-        ]
+        for images, _ in batches(dataset, 64, device_of(model)):
+            found.append(model(model_input(model, dataset, images)).float().cpu())
+            if time.monotonic() > end:
+                break
     return torch.cat(found)
 
 
@@ -88,6 +88,7 @@ def _opening(
     history: Sequence[Mapping[str, float]],
     result: Mapping[str, Any],
     metrics: ClassificationMetrics | None,
+    held: int,
 ) -> str:
     data, last = result["data"], history[-1]
     text = (
@@ -98,10 +99,15 @@ def _opening(
         f"{result['epoch']}.</p>"
     )
     if metrics is not None:
+        which, rest = f"{held:,}", ""
+        if metrics.samples < held:
+            which = f"the first {metrics.samples:,} of {held:,}"
+            rest = " For all of them see <code>equilibria evaluate</code>: here that would have "
+            rest += f"taken longer than {_SECONDS:.0f} s."
         text += (
             f"<p><strong>How good it is.</strong> {percent(metrics.accuracy, 2)} of "
-            f"{metrics.samples:,} images that it was not trained on are right. Its confidence is "
-            f"off by {percent(metrics.ece)} on average.</p>"
+            f"{which} images that it was not trained on are right. Its confidence is off by "
+            f"{percent(metrics.ece)} on average.{rest}</p>"
         )
     if "solver_steps" in last:
         tested = "converged" in last  # solves of fixed steps are not
