@@ -82,7 +82,7 @@ def numbers(name: str) -> Iterator[str]:
             spread = "" if found["std"] is None else f" ± {found['std']:.2f}"
             ours = f"{found['mean']:.4g}" if abs(found["mean"]) < 0.1 else f"{found['mean']:.2f}"
             ours += spread + (" (other data)" if found["status"] == "stand-in data" else "")
-            ours += " (earlier settings)" if found["outdated"] else ""
+            ours += " (earlier recipe)" if found["outdated"] else ""
             where = cell.column.removesuffix(" in %").removesuffix(", accuracy")
             yield (
                 f"| {cell.row}, {where} | {found['published']['text']} | {ours} "
