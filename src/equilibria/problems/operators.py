@@ -15,7 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from equilibria.engine.transforms import functorch_active, may_keep, transforms_active, version
+from equilibria.engine.transforms import (
+    functorch_active,
+    may_keep,
+    may_reuse,
+    transforms_active,
+    version,
+)
 from equilibria.ops.winograd import can_use_winograd, transformed_weight, winograd
 from equilibria.problems.norms import (
     NormBound,
@@ -381,12 +387,16 @@ class ConvOperator(LinearOperator):
 
     def laid_out(self, layout: torch.memory_format) -> tuple[Tensor, ...]:
         """W and its flipped kernel, that of Wᵀ at stride 1, lying so, without a graph."""
-        held, key = self.weight.detach(), (layout, version(self.weight))
-        if key in self._laid:
-            return self._laid[key]
+        held, now = self.weight.detach(), version(self.weight)
+        found = self._laid.get((layout, now)) if may_reuse() else None
+        if found is not None:
+            return found
         flipped = held.flip(2, 3).transpose(0, 1)
         both = tuple(t.contiguous(memory_format=layout) for t in (held, flipped))
-        return self._laid.setdefault(key, both) if may_keep(held) else both
+        if may_keep(held) and not held.is_inference():  # whose changes are not counted
+            self._laid = {k: v for k, v in self._laid.items() if k[1] == now}
+            self._laid[layout, now] = both
+        return both
 
     def _strides(self, in_size: Sequence[int]) -> list[tuple[int, int]]:
         """How many strides fit into the padded map beside the kernel, and what is left, an axis."""
