@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -83,9 +84,19 @@ def calibrate_steps(
                 "layer of a hidden problem with ProximalGradient(accelerate=False) or Picard."
             )
     goal = copy.deepcopy(model).eval()(x)
-    size = sample_norm([goal]).clamp_min(torch.finfo(goal.dtype).tiny)
-    off = [float((sample_norm([_stepping(trial, steps, t)(x) - goal]) / size).mean()) for t in taus]
-    tau = float(min(zip(off, taus, strict=True))[1])
+    healthy = (size := sample_norm([goal])).isfinite()
+    if len(taus) == 0 or not bool(healthy.any()):
+        raise ValueError(
+            f"calibrate_steps(taus={taus!r}): expected at least one τ, and inputs x that the model "
+            f"answers with finite numbers, here {int(healthy.sum())} of {len(goal)}."
+        )
+    size = size.clamp_min(torch.finfo(goal.dtype).tiny)
+
+    def off(t: float) -> float:
+        gap = sample_norm([_stepping(trial, steps, t)(x) - goal]) / size
+        return float(gap[healthy].nan_to_num(math.inf, math.inf).mean())
+
+    tau = float(min((off(t), t) for t in taus)[1])
     return _stepping(model, steps, tau), tau
 
 
@@ -136,7 +147,8 @@ def frozen_copy(model: Model) -> Model:
                 made = {name: getattr(module, name).detach() for name in held}
             module.__class__ = parametrize.type_before_parametrizations(module)
             del module.parametrizations
-            module.lost_constraints = True  # for ``models.save``
             for name, value in made.items():
                 setattr(module, name, nn.Parameter(value, requires_grad=False))
+            lost: Any = module
+            lost.lost_constraints = True  # for ``models.save``
     return network
