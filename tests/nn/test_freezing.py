@@ -130,10 +130,6 @@ class Scaled(eq.nn.GEQ):
         return ConvOperator(self.factor * self.W.weight)  # type: ignore[operator]
 
 
-def scale_by_a_constraint(frozen: Any) -> None:
-    frozen.W.parametrizations.weight[0].bound = 0.1
-
-
 CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "gamma": (layer, lambda f: setattr(f, "gamma", eq.FixedGamma(2.0))),
     "patch": (layer, lambda f: setattr(f, "patch", eq.Patches(channels=1, size=4))),
@@ -164,12 +160,13 @@ def test_changes_are_seen(kind: str) -> None:
 
 @torch.no_grad()
 def test_a_constraint_put_on_a_frozen_layer() -> None:
-    frozen, x = eq.nn.frozen_copy(layer()), images()
+    frozen: Any = eq.nn.frozen_copy(layer())
+    x = images()
     frozen(x)
     eq.nn.constrain(frozen.W, "weight", eq.nn.NormBounded(bound=0.3))
     for _ in range(2):
         assert torch.equal(frozen(x), right(frozen, x))
-        scale_by_a_constraint(frozen)
+        frozen.W.parametrizations.weight[0].bound = 0.1
 
 
 @pytest.mark.parametrize("fused", [False, True])
