@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import equilibria as eq
 from equilibria.engine.result import Result
+from equilibria.problems import ConvOperator
 from tests.ops import on_gpu
 
 PATCH = eq.Patches(channels=4, size=2)
@@ -108,6 +111,174 @@ def test_other_weights_are_seen() -> None:
         twin.W.weight.zero_()
         assert torch.equal(frozen(x), before)
         assert float(twin(x).abs().max()) == 0.0
+
+
+def right(frozen: nn.Module, x: Tensor) -> Tensor:
+    """The answer of the same weights, from nothing that was kept."""
+    twin = copy.deepcopy(frozen)
+    for module in twin.modules():
+        if isinstance(module, eq.nn.GEQ):
+            module._kept = None
+    answer: Tensor = twin(x)
+    return answer
+
+
+class Scaled(eq.nn.GEQ):
+    factor = 1.0
+
+    def operator(self) -> ConvOperator:
+        return ConvOperator(self.factor * self.W.weight)  # type: ignore[operator]
+
+
+CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "gamma": (layer, lambda f: setattr(f, "gamma", eq.FixedGamma(2.0))),
+    "patch": (layer, lambda f: setattr(f, "patch", eq.Patches(channels=1, size=4))),
+    "W": (layer, lambda f: setattr(f, "W", nn.Conv2d(8, 8, 3, padding=1, bias=False))),
+    "data": (layer, lambda f: setattr(f.W.weight, "data", 0.3 * f.W.weight)),
+    "rate": (LAYERS["learned rate"], lambda f: f.log_gamma.add_(1.0)),
+    "assigned": (
+        layer,
+        lambda f: f.load_state_dict({k: 0.5 * v for k, v in f.state_dict().items()}, assign=True),
+    ),
+    "own operator": (
+        lambda: Scaled(8, 8, in_channels=5, patch=PATCH, hidden=8),
+        lambda f: setattr(f, "factor", 0.2),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+@torch.no_grad()
+def test_changes_are_seen(kind: str) -> None:
+    make, change = CHANGES[kind]
+    frozen, x = eq.nn.frozen_copy(make()), images()
+    before = frozen(x)
+    change(frozen)
+    assert torch.equal(frozen(x), right(frozen, x))
+    assert not torch.equal(frozen(x), before)
+
+
+@torch.no_grad()
+def test_a_constraint_put_on_a_frozen_layer() -> None:
+    frozen: Any = eq.nn.frozen_copy(layer())
+    x = images()
+    frozen(x)
+    eq.nn.constrain(frozen.W, "weight", eq.nn.NormBounded(bound=0.3))
+    for _ in range(2):
+        assert torch.equal(frozen(x), right(frozen, x))
+        frozen.W.parametrizations.weight[0].bound = 0.1
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_training_a_frozen_copy(fused: bool) -> None:
+    """Fused optimizers do not count as changes in place."""
+    frozen, x = eq.nn.frozen_copy(layer()), images()
+    with torch.no_grad():
+        frozen(x)
+    frozen.requires_grad_(True)
+    optimizer = torch.optim.AdamW(frozen.parameters(), lr=0.05, fused=fused)
+    for _ in range(2):
+        optimizer.zero_grad()
+        frozen(x).square().sum().backward()
+        optimizer.step()
+        with torch.no_grad():
+            assert torch.equal(frozen(x), right(frozen, x))
+    frozen.requires_grad_(False)
+    with torch.no_grad():
+        assert torch.equal(frozen(x), right(frozen, x))
+
+
+@torch.inference_mode()
+def test_weights_of_inference_mode() -> None:
+    """Tensors made there do not count their changes."""
+    frozen, x = eq.nn.frozen_copy(layer()), images()
+    assert not any(p.is_inference() for p in frozen.parameters())
+    frozen.double()
+    before = frozen(x.double())
+    frozen.W.weight.mul_(0.3)
+    frozen.W_h.weight.mul_(0.5)  # type: ignore[union-attr,operator]
+    assert torch.equal(frozen(x.double()), right(frozen, x.double()))
+    assert not torch.equal(frozen(x.double()), before)
+
+
+@pytest.mark.parametrize("cast", [False, True])
+@pytest.mark.parametrize("kind", ["bounded", "learned rate", "wide"])
+def test_problems_of_a_frozen_layer_after_inference_mode(kind: str, cast: bool) -> None:
+    """What was kept in inference mode serves autograd."""
+    if kind == "wide":  # by Winograd's form
+        torch.manual_seed(0)
+        made: Any = eq.nn.GEQ(64, 64, in_channels=5, patch=PATCH, hidden=8).eval()
+        x = torch.randn(1, 5, 24, 24).to(memory_format=torch.channels_last)
+    else:
+        made, x = LAYERS[kind]().eval(), images()
+    frozen = eq.nn.frozen_copy(made)
+    with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+        with torch.inference_mode():
+            frozen(x)
+        with torch.no_grad():
+            z = made(x)
+            problems = [m.problem(x) for m in (frozen, made)]
+        found = []
+        for problem in problems:
+            at = z.clone().requires_grad_()
+            found += torch.autograd.grad(problem.objective(at).sum(), at)
+    assert torch.equal(*found)
+
+
+@torch.no_grad()
+def test_copies_and_files_leave_behind_what_is_kept() -> None:
+    frozen, x = eq.nn.frozen_copy(layer()), images()
+    sizes = []
+    for _ in range(2):
+        file = io.BytesIO()
+        torch.save(frozen, file)
+        sizes.append(file.tell())
+        before = frozen(x)
+    assert sizes[0] == sizes[1]
+    file.seek(0)
+    for twin in (torch.load(file, weights_only=False), copy.deepcopy(frozen)):
+        assert twin._kept == ()
+        assert torch.equal(twin(x), before)
+        assert twin._kept
+
+
+@torch.no_grad()
+def test_a_frozen_envelope_loads_the_state_of_another() -> None:
+    made: list[Any] = [LAYERS["envelope"]() for _ in range(2)]
+    made[0].layer.W.parametrizations.weight.original.mul_(0.3)
+    one, other = map(eq.nn.frozen_copy, made)
+    other.load_state_dict(one.state_dict())
+    assert torch.equal(one(images()), other(images()))
+
+
+@torch.no_grad()
+def test_constraints_are_evaluated_in_full_precision() -> None:
+    free = nn.Linear(6, 6)
+    made = nn.utils.parametrizations.orthogonal(free, orthogonal_map="cayley").eval()
+    with torch.autocast("cpu", torch.bfloat16):
+        frozen = eq.nn.frozen_copy(made)
+    assert torch.equal(frozen.weight, made.weight)  # type: ignore[arg-type]
+
+
+def test_a_file_of_a_frozen_copy_that_could_not_be_loaded_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="frozen_copy"):
+        eq.models.save(eq.nn.frozen_copy(stack()), tmp_path / "a.safetensors")
+    assert not list(tmp_path.iterdir())
+
+
+@torch.no_grad()
+def test_an_operator_keeps_one_version_of_its_weight() -> None:
+    weight = 0.05 * torch.randn(8, 8, 3, 3)
+    operator = ConvOperator(weight)
+    for _ in range(3):
+        weight.mul_(0.9)
+        assert torch.equal(operator.laid_out(torch.contiguous_format)[0], weight)
+    assert len(operator._laid) == 1
+    with torch.inference_mode():  # where changes are not counted
+        operator = ConvOperator(weight.clone())
+        operator.laid_out(torch.contiguous_format)
+        operator.weight.mul_(2.0)
+        assert torch.equal(operator.laid_out(torch.contiguous_format)[0], operator.weight)
 
 
 def test_gradients_pass_a_frozen_network() -> None:

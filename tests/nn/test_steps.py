@@ -96,3 +96,25 @@ def test_layers_without_a_step_are_refused() -> None:
     model = network(solver=eq.Anderson(rtol=0.0, atol=0.0, max_steps=4))
     with pytest.raises(ValueError, match="OptEq with Anderson"):
         calibrate_steps(model, torch.randn(2, 5), 2)
+
+
+class WithSkip(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.layer(x), x], 1)
+
+
+def test_calibration_passes_over_inputs_that_are_not_numbers() -> None:
+    solver = eq.ProximalGradient(rtol=0.0, atol=0.0, max_steps=20, accelerate=False)
+    model = WithSkip(eq.nn.GEQ(6, 8, in_channels=5, hidden=4, gamma=0.1, solver=solver))
+    x = torch.randn(4, 5)
+    right = calibrate_steps(copy.deepcopy(model), x[:3], 1, taus=(0.1, 1.0))[1]
+    assert right == 1.0
+    x[3, 0] = float("nan")
+    assert calibrate_steps(copy.deepcopy(model), x, 1, taus=(0.1, 1.0))[1] == right
+    for given, taus in ((x[3:], (0.1, 1.0)), (x, ())):
+        with pytest.raises(ValueError, match="at least one τ"):
+            calibrate_steps(model, given, 1, taus=taus)

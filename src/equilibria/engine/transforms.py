@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
 
 import torch
@@ -51,6 +51,13 @@ def may_reuse() -> bool:
 def may_keep(t: Tensor) -> bool:
     """Whether what is made now may serve later calls; not of a CUDA graph: its replay writes it."""
     return may_reuse() and not (t.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+@contextlib.contextmanager
+def for_any_mode() -> Iterator[None]:
+    """No graph, and ordinary tensors in inference mode too: of its own, autograd takes none."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def version(t: Tensor) -> int:

@@ -89,6 +89,11 @@ def save(
             f"models.save takes a network made by models.create, got {type(network).__name__} "
             "without a configuration. For a module of your own use safetensors.torch.save_model."
         )
+    if any(getattr(module, "lost_constraints", False) for module in network.modules()):
+        raise ValueError(
+            "models.save got a copy by nn.frozen_copy, whose weights have lost the constraints of "
+            "its configuration; save the network itself, and freeze what models.load returns."
+        )
     _check_dtype(dtype, (*_FLOATS, torch.int8))
     place = Path(path)
     if place.is_dir() or not place.parent.is_dir():

@@ -77,7 +77,7 @@ class Envelope(nn.Module):
             )
         self.layer: GEQ | OptEq = layer
         self.norm: Tensor | None
-        self.register_buffer("norm", None, persistent=False)
+        self.register_buffer("norm", None)  # of a frozen copy; in its state too
         size, steps = layer.constraint.size, layer.constraint.steps
         constrain(layer.U, "weight", NormBounded(bound=1.0 / _MARGIN, size=size, steps=steps))
 

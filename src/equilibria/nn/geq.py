@@ -8,7 +8,13 @@ from typing import Any, Unpack, cast
 import torch
 from torch import Tensor, nn
 
-from equilibria.engine.transforms import autocasts, may_keep, may_reuse, version
+from equilibria.engine.transforms import (
+    autocasts,
+    for_any_mode,
+    may_keep,
+    may_reuse,
+    version,
+)
 from equilibria.problems import (
     GAUSSIAN_CONCAVITY,
     FixedGamma,
@@ -130,22 +136,46 @@ class GEQ(WeightedLayer):
 
     def _coupling(self, c: Tensor) -> Gaussian:
         """The coupling at c; of a frozen layer that of an earlier call, while the weights last."""
-        reuse = self._kept is not None and may_reuse()
-        held = [p.detach() for p in self.parameters()] if reuse else []
-        state = c.dtype, autocasts(c), [version(p) for p in held]
-        if reuse and self._kept and self._kept[0] == state:
-            _, found, before = self._kept
+        if self._kept is None or torch.compiler.is_compiling():
+            return self._new_coupling(c)
+        kept, held = self._kept, self._counted_weights()
+        if held is None:
+            self._kept = ()
+        if held is None or not may_reuse() or type(c) is not Tensor:  # a FakeTensor, for one
+            return self._new_coupling(c)
+        state = c.dtype, autocasts(c), self.patch, self.gamma, [version(p) for p in held]
+        if kept and kept[0] == state:
+            _, found, before = kept
             # Weights that are held are not freed, so that no other has their address.
             if all(p.data_ptr() == q.data_ptr() for p, q in zip(held, before, strict=True)):
                 return cast("Gaussian", found).at(c)
+        with for_any_mode():
+            made = self._new_coupling(c)
+            if may_keep(c):
+                self._kept = state, made.with_inputs(c.new_empty(0), made.gamma), held
+        return made
+
+    def _counted_weights(self) -> list[Tensor] | None:
+        """W, W_h and log γ; None where they may change without a count: computed from others, of
+        inference mode, or in training (fused optimizers do not count).
+        """
+        modules = [m for m in (self.W, self.W_h) if m is not None]
+        weights = [m._parameters.get("weight") for m in modules]
+        if self.log_gamma is not None:
+            weights.append(self.log_gamma)
+        held = [w.detach() for w in weights if w is not None and not w.requires_grad]
+        return None if len(held) < len(weights) or any(w.is_inference() for w in held) else held
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is kept: copies and files make it anew."""
+        return self.__dict__ | ({} if self._kept is None else {"_kept": ()})
+
+    def _new_coupling(self, c: Tensor) -> Gaussian:
         policy = self.gamma
         if isinstance(policy, LearnedGamma) and self.log_gamma is not None:
             policy = policy.bind(self.log_gamma)
         hidden = self.hidden_weight()
-        made = Gaussian(self.operator(), c, policy, patches=self.patch, hidden=hidden)
-        if reuse and may_keep(c):
-            self._kept = state, made.with_inputs(c.new_empty(0), made.gamma), held
-        return made
+        return Gaussian(self.operator(), c, policy, patches=self.patch, hidden=hidden)
 
     def marked(self, problem: HiddenProblem, bad: Tensor) -> HiddenProblem:
         c, gamma = problem.inputs()

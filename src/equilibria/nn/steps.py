@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -12,9 +13,11 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from equilibria.engine.solver import SolverOptions
+from equilibria.engine.transforms import for_any_mode
 from equilibria.engine.tree import sample_norm
 from equilibria.solvers import Picard, ProximalGradient
 
+from .constraints import without_autocast
 from .envelope import Envelope
 from .geq import GEQ
 from .layer import EquilibriumLayer
@@ -81,9 +84,19 @@ def calibrate_steps(
                 "layer of a hidden problem with ProximalGradient(accelerate=False) or Picard."
             )
     goal = copy.deepcopy(model).eval()(x)
-    size = sample_norm([goal]).clamp_min(torch.finfo(goal.dtype).tiny)
-    off = [float((sample_norm([_stepping(trial, steps, t)(x) - goal]) / size).mean()) for t in taus]
-    tau = float(min(zip(off, taus, strict=True))[1])
+    healthy = (size := sample_norm([goal])).isfinite()
+    if len(taus) == 0 or not bool(healthy.any()):
+        raise ValueError(
+            f"calibrate_steps(taus={taus!r}): expected at least one τ, and inputs x that the model "
+            f"answers with finite numbers, here {int(healthy.sum())} of {len(goal)}."
+        )
+    size = size.clamp_min(torch.finfo(goal.dtype).tiny)
+
+    def off(t: float) -> float:
+        gap = sample_norm([_stepping(trial, steps, t)(x) - goal]) / size
+        return float(gap[healthy].nan_to_num(math.inf, math.inf).mean())
+
+    tau = float(min((off(t), t) for t in taus)[1])
     return _stepping(model, steps, tau), tau
 
 
@@ -104,6 +117,7 @@ def solver_layers(model: nn.Module) -> dict[str, Any]:
     }
 
 
+@for_any_mode()
 def frozen_copy(model: Model) -> Model:
     """A copy in evaluation mode whose weights stay: answers are the same, and sooner there.
 
@@ -112,21 +126,29 @@ def frozen_copy(model: Model) -> Model:
     let it end before other streams, threads or a CUDA graph use the copy. For one image on a GPU,
     where time is the number of kernels, this is most of the time.
 
-    The copy moves, saves and certifies as other networks do, and its answers follow weights that
-    are changed by ``load_state_dict``, ``to`` or in place; those changed through ``.data`` or by a
-    replayed CUDA graph are not seen. Later changes of ``model`` are not seen at all.
+    The copy moves, certifies, pickles and trains as other networks do, and its answers follow
+    weights that are changed by ``load_state_dict``, ``to``, an optimizer or in place; those changed
+    in place through ``.data``, NumPy or a replayed CUDA graph are not seen, and an ``Envelope``
+    keeps its estimate of ‖W‖. Later changes of ``model`` are not seen at all. ``models.save`` takes
+    the network itself: its file has the constraints.
     """
     network = copy.deepcopy(model).eval().requires_grad_(False)
     for module in list(network.modules()):  # an Envelope before the layer in it
         if isinstance(module, GEQ):
-            module._kept = ()
+            own = type(module)  # one that makes its weights in its own way keeps nothing
+            usual = own.operator is GEQ.operator and own.hidden_weight is GEQ.hidden_weight
+            module._kept = () if usual else None
         if isinstance(module, Envelope):
             module.freeze()
         if parametrize.is_parametrized(module):
             # Not remove_parametrizations: it changes the class, which the original shares.
-            made = {name: getattr(module, name).detach() for name in module.parametrizations}  # type: ignore[union-attr]
+            held: Any = module.parametrizations
+            with without_autocast(next(iter(held.state_dict().values()))):
+                made = {name: getattr(module, name).detach() for name in held}
             module.__class__ = parametrize.type_before_parametrizations(module)
             del module.parametrizations
             for name, value in made.items():
                 setattr(module, name, nn.Parameter(value, requires_grad=False))
+            lost: Any = module
+            lost.lost_constraints = True  # for ``models.save``
     return network

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from equilibria.engine.spectral import pull_with_graph
-from equilibria.engine.transforms import functorch_active, transforms_active
+from equilibria.engine.transforms import for_any_mode, functorch_active, transforms_active
 
 __all__ = ["can_use_winograd", "transformed_weight", "winograd"]
 
@@ -54,7 +54,7 @@ def can_use_winograd(x: Tensor, weight: Tensor) -> bool:
     return not torch.is_autocast_enabled("cpu")
 
 
-@torch.no_grad()
+@for_any_mode()
 def transformed_weight(weight: Tensor, *, adjoint: bool) -> Tensor:
     """G g Gᵀ of every kernel, [36, in, out]; of the adjoint convolution if asked."""
     g = torch.tensor(_G, dtype=torch.float64)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from equilibria.engine.transforms import functorch_active, may_keep, transforms_active, version
+from equilibria.engine.transforms import may_keep, may_reuse, transforms_active, version
 from equilibria.ops.winograd import can_use_winograd, transformed_weight, winograd
 from equilibria.problems.norms import (
     NormBound,
@@ -276,7 +276,7 @@ def _is_zero(z: Tensor) -> bool:
     """Whether z is known to be all zeros; on a CPU alone, where looking does not wait."""
     if z.device.type != "cpu" or z.ndim != 4 or z.requires_grad or z.numel() == 0:
         return False
-    if torch.compiler.is_compiling() or functorch_active() or transforms_active():
+    if torch.compiler.is_compiling() or transforms_active():
         return False
     if not (z.is_contiguous() or z.is_contiguous(memory_format=torch.channels_last)):
         return False
@@ -382,11 +382,14 @@ class ConvOperator(LinearOperator):
     def laid_out(self, layout: torch.memory_format) -> tuple[Tensor, ...]:
         """W and its flipped kernel, that of Wᵀ at stride 1, lying so, without a graph."""
         held, key = self.weight.detach(), (layout, version(self.weight))
-        if key in self._laid:
-            return self._laid[key]
+        found = self._laid.get(key) if may_reuse() else None
+        if found is not None:
+            return found
         flipped = held.flip(2, 3).transpose(0, 1)
         both = tuple(t.contiguous(memory_format=layout) for t in (held, flipped))
-        return self._laid.setdefault(key, both) if may_keep(held) else both
+        if may_keep(held) and not held.is_inference():  # whose changes are not counted
+            self._laid = {k: v for k, v in self._laid.items() if k[1] == key[1]} | {key: both}
+        return both
 
     def _strides(self, in_size: Sequence[int]) -> list[tuple[int, int]]:
         """How many strides fit into the padded map beside the kernel, and what is left, an axis."""
