@@ -66,3 +66,20 @@ def test_a_batch_without_a_good_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     found, grads = solved(layer, x, [0, 1])
     assert found.result.tolist() == [int(Result.nonfinite)] * 2
     assert all(bool((g == 0).all()) for g in grads)
+
+
+@pytest.mark.parametrize(
+    "adjoint", [eq.Phantom(steps=2), pytest.param(eq.Unrolled(), marks=pytest.mark.slow)]
+)
+def test_a_bad_sample_is_kept_apart_in_a_compiled_layer(adjoint: Any) -> None:
+    torch.manual_seed(0)
+    steps = eq.ProximalGradient(rtol=0.0, atol=0.0, max_steps=2, accelerate=False)
+    layer = eq.nn.GEQ(6, 8, in_channels=5, solver=steps, adjoint=adjoint).double().eval()
+    x = torch.randn(3, 5, dtype=torch.float64)
+    right = torch.autograd.grad(layer(x[[0, 2]]).square().sum(), list(layer.parameters()))
+    x[1, 2] = float("nan")
+    value = torch.compile(layer, backend="eager")(x)
+    assert float(value[1].detach().abs().max()) == 0.0
+    found = torch.autograd.grad(value.square().sum(), list(layer.parameters()))
+    for a, b in zip(found, right, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)

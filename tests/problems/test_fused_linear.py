@@ -207,6 +207,17 @@ def test_bfloat16_is_near() -> None:
         assert float((a.float() - b).norm() / b.norm()) < 0.03
 
 
+def test_autocast_around_the_backward_pass_alone() -> None:
+    """A solve in float32 has its gradients in float32, as torch's convolutions have."""
+    made, x, g = layer(4, 3, 0.9).float(), images().float(), states().float()
+    loss = (made(x) * g).sum()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = torch.autograd.grad(loss, list(made.U.parameters()))
+    right = torch.autograd.grad((made(x) * g).sum(), list(made.U.parameters()))
+    for a, b in zip(found, right, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 @pytest.mark.parametrize("reading", ["chain", "parallel"])
 def test_six_branches_train_through_it(reading: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The papers' solver stays on the general path."""

@@ -214,7 +214,9 @@ class _FusedSteps(torch.autograd.Function):
                 "Implicit()."
             )
         run: _Solve = ctx.run
-        return (*_pull(run, ctx.saved_tensors, gradients[0], ctx.needs_input_grad), None, None)
+        g = gradients[0]
+        with torch.autocast(g.device.type, enabled=False):  # it may be on around backward()
+            return (*_pull(run, ctx.saved_tensors, g, ctx.needs_input_grad), None, None)
 
 
 def _pull(

@@ -173,10 +173,6 @@ def step_of(
 ) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
     """T_τ of the problem, and its arguments."""
     inputs = problem.inputs()
-    if torch.compiler.is_compiling():
-        # Nothing looks at the arguments of a traced solve, and not every compiler can follow
-        # how a problem is rebuilt on others.
-        return lambda z: problem.step(z, tau), ()
     if isinstance(tau, Tensor) and tau.ndim == 1:
         # One step per sample must follow its sample when finished ones are dropped (compact=True).
         return lambda z, *c: problem.with_inputs(*c[:-1]).step(z, c[-1]), (*inputs, tau)
