@@ -83,3 +83,15 @@ def test_a_bad_sample_is_kept_apart_in_a_compiled_layer(adjoint: Any) -> None:
     found = torch.autograd.grad(value.square().sum(), list(layer.parameters()))
     for a, b in zip(found, right, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+def test_the_layout_of_the_input_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another layout would cost a copy at every convolution of the solve and its gradient."""
+    monkeypatch.setattr(inputs, "host_may_read", lambda _: False)  # as on a GPU
+    x = torch.randn(3, 5, 4, 6).to(memory_format=torch.channels_last)
+    x[1, 2, 1, 3] = torch.nan
+    lent, bad = inputs.contained(x.requires_grad_())
+    assert bad is not None
+    assert bad.tolist() == [False, True, False]
+    assert lent.stride() == x.stride()
+    assert torch.equal(lent, x[[0, 0, 2]])

@@ -116,7 +116,9 @@ class _Lent(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, bad: Tensor) -> Tensor:
         first = torch.argmax((~bad).to(torch.int8)).view(1)
         row = x.index_select(0, first).nan_to_num(0.0, 0.0, 0.0)
-        return torch.where(bad.view(-1, *[1] * (x.ndim - 1)), row, x)
+        # Into the layout of x: the row, read first, has lost it, and convolutions would copy.
+        lent = torch.empty_like(x)
+        return torch.where(bad.view(-1, *[1] * (x.ndim - 1)), row, x, out=lent)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:

@@ -174,6 +174,8 @@ CELLS = {
         {
             "GEQ 8M": "geq_cifar_8m",
             "MOptEqs 8M": "mopteq_cifar_8m",
+            "GEQ 5M": "geq_cifar_5m",
+            "MOptEqs 5M": "mopteq_cifar_5m",
             "ResNet-18": "resnet18_cifar",
             "GEQ stack 8M (ours)": "geq_stack_cifar_8m",
         }
@@ -193,6 +195,8 @@ CELLS = {
         {
             "KerDEQ 8M": "kerdeq_cifar_8m",
             "MOptEq 8M": "mopteq_cifar_8m",
+            "KerDEQ 5M": "kerdeq_cifar_5m",
+            "MOptEq 5M": "mopteq_cifar_5m",
             "ResNet-18": "resnet18_cifar",
         }
     ),
