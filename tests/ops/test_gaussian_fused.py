@@ -11,16 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from equilibria.ops.gaussian import gaussian_energies
-from equilibria.ops.gaussian_patches import (
-    can_fuse,
-    fused_message,
+from equilibria.ops.gaussian import (
+    gaussian_energies,
     merge_rows,
-    patch_energies,
     permuted,
     plain_message,
     split_rows,
 )
+from equilibria.ops.gaussian_patches import can_fuse, fused_message, patch_energies
 from equilibria.problems import Patches
 
 from . import on_gpu, run_interpreted
@@ -33,8 +31,7 @@ _SCRIPT = """
 import json, torch
 from equilibria.ops import gaussian_fused, gaussian_triton as kernels
 from equilibria.ops import gaussian_patches as patches
-from equilibria.ops.gaussian import gaussian_energies
-from equilibria.ops.gaussian_patches import permuted, plain_message, split_rows
+from equilibria.ops.gaussian import gaussian_energies, permuted, plain_message, split_rows
 
 patches.can_fuse = lambda *_: True  # the energies run the kernels too
 

@@ -34,19 +34,6 @@ from .gap import certify_sum
 from .guarantee import SAMPLED, Guarantee, Proven, Rows, number, solved, spread
 from .rounding import direct_convolutions, residual_rounding
 
-__all__ = [
-    "Certifiable",
-    "Certificate",
-    "Distance",
-    "Guarantee",
-    "Numbers",
-    "SelfCertifying",
-    "certify_layer",
-    "distance",
-    "global_lipschitz",
-    "local_lipschitz",
-]
-
 
 @runtime_checkable
 class Certifiable(Protocol):

@@ -14,8 +14,6 @@ from equilibria.problems.objective import ritz_ends
 from equilibria.problems.priors import Prior
 from equilibria.problems.problem import Problem
 
-__all__ = ["refuted", "refuted_bounds", "refuted_prox"]
-
 _PAIRS = 6
 _SLACK = 1e-7  # relative: what rounding and an inner solve may do
 

@@ -23,8 +23,6 @@ from equilibria.problems.norms import UNIT
 
 from .guarantee import Guarantee, Guaranteed, Proven, Rows, spread, where_known
 
-__all__ = ["CompositeCertificate", "MapCertificate", "certify_map"]
-
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class MapCertificate(Proven):

@@ -45,17 +45,6 @@ from .monotone_layer import entrywise
 from .rounding import direct_convolutions
 from .tracked import CannotFollowError, NoEscape, Tracked
 
-__all__ = [
-    "Enclosed",
-    "NetworkCertificate",
-    "TrackedNetwork",
-    "certify",
-    "certify_network",
-    "check_norm",
-    "plain_copy",
-    "tight_solver",
-]
-
 Solve = Callable[..., Solution[Any]]
 Solved = Callable[[str, Any, Solve, Tensor, Any], Solution[Any]]
 

@@ -17,8 +17,6 @@ from equilibria.engine.tree import sample_norm
 from equilibria.problems.norms import FUNCTION, SAFETY, UNIT, sum_error
 from equilibria.problems.problem import HiddenProblem, Problem
 
-__all__ = ["direct_convolutions", "norm", "residual_rounding", "subgradient_rounding"]
-
 
 def direct_convolutions(z: Tensor) -> AbstractContextManager[None]:
     """No cuDNN: it may take a transform for a convolution in float64, with other error bounds."""

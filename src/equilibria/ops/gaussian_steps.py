@@ -16,10 +16,15 @@ from equilibria.engine.transforms import transforms_active
 from equilibria.engine.tree import sample_norm
 
 from .convolutions import convolve, convolve_add_relu
-from .gaussian import gaussian_message, gaussian_message_jvp
-from .gaussian_patches import TRITON, Cut, can_fuse, merge_rows, permuted, restored, split_rows
-
-__all__ = ["PatchMessage", "ReluMessage", "judge", "mean_rate", "residual_norms", "threshold_sum"]
+from .gaussian import (
+    gaussian_message,
+    gaussian_message_jvp,
+    merge_rows,
+    permuted,
+    restored,
+    split_rows,
+)
+from .gaussian_patches import TRITON, Cut, can_fuse
 
 
 class PatchMessage:
