@@ -178,6 +178,9 @@ def test_a_kernel_with_all_its_bounds_is_certified() -> None:
     assert found.lipschitz == pytest.approx(2.0)
     assert torch.allclose(found.lipschitz_local, torch.full((5,), 2.0, dtype=torch.float64))
     assert bool((found.error_bound < 1e-2).all())
+    # Where no equilibrium is proven to be the only one, its constant is not asked for.
+    steep = eq.certify(eq.Problem(eq.NonNegative(), Stated(Diagonal(D - 3.0), c)), z=c)
+    assert steep.lipschitz is None
 
 
 def test_what_a_kernel_does_not_state_is_not_claimed() -> None:

@@ -94,13 +94,8 @@ def refuted_prox(prior: Prior, v: Tensor) -> str | None:
             moved, slack = q - p, _SLACK * (inner(u - w, u - w) + inner(u, u)) + 1e-12
             if bool((inner(moved, w - u) < inner(moved, moved) - slack).any()):
                 return f"the prox of {name} is not firmly nonexpansive, so it is none"
-            least, other = (_value(prior, t) for t in (p, q))
+            least, other = prior.sample_value(p), prior.sample_value(q)
             below = least + inner(u - p, moved) - other
             if bool((below > slack + _SLACK * (least.abs() + other.abs())).any()):
                 return f"the prox of {name} is not that of its value: f is lower elsewhere"
     return None
-
-
-def _value(prior: Prior, z: Tensor) -> Tensor:
-    value = prior.value(z)
-    return value.flatten(1).sum(1) if prior.separable else value

@@ -24,7 +24,7 @@ from equilibria.ops.gaussian_patches import (
     plane_rows,
 )
 from equilibria.problems.gamma import GammaPolicy, as_gamma
-from equilibria.problems.kernels import LARGE, Curvature, ImageCoupling, Reasoned, unproven
+from equilibria.problems.kernels import LARGE, Curvature, ImageCoupling, Reasoned
 from equilibria.problems.norms import (
     FUNCTION,
     UNIT,
@@ -412,9 +412,6 @@ class Gaussian(ImageCoupling):
         """Λ(μ) for a fixed γ; one that changes with the input changes the map too, detached or not:
         its policy has a factor F, Λ = Fμ/m, or none.
         """
-        missing = unproven(modulus, reach)
-        if missing is not None:
-            return None, missing
         policy, mu = self.policy, self.mu_upper(tight=True)
         if policy is None and in_x:
             return None, "γ came as a tensor, so it may depend on x; lipschitz_local holds γ fixed"

@@ -64,13 +64,6 @@ def inner(a: Tensor, b: Tensor) -> Tensor:
     return per_sample_sum(a.to(dtype) * b.to(dtype))
 
 
-def unproven(modulus: float, reach: float) -> str | None:
-    """Why no Lipschitz constant follows from these two numbers; None where one does."""
-    if not modulus > 0.0:
-        return "the equilibrium is not certified to be unique for every input"
-    return None if math.isfinite(reach) else "no bound on the norm of U is known"
-
-
 def _scaled(weight: Tensor, t: Tensor) -> Tensor:
     """weight[b]·t[b] in the dtype of t. [B], [B, ...] → [B, ...]."""
     return (per_sample(weight, t) * t).to(t.dtype)
@@ -159,8 +152,8 @@ class Coupling(Part, ABC):
     def lipschitz(self, modulus: float, rest: Tensor, reach: float, *, in_x: bool) -> Reasoned:
         """A Lipschitz constant of x → z* (``in_x``) or c → z* for all inputs, or None; and why.
 
-        ``modulus`` is that of the smooth part for every input, ``rest`` that without q, and
-        ``reach`` a bound on ‖x → c̃‖, or on ‖c → c̃‖.
+        ``modulus`` > 0 is that of the smooth part for every input, ``rest`` that without q, and
+        ``reach`` a finite bound on ‖x → c̃‖, or on ‖c → c̃‖.
         """
         return None, f"no constant is derived for {type(self).__name__}"
 
@@ -404,9 +397,6 @@ class Linear(_WithLinearTerm):
 
     def lipschitz(self, modulus: float, rest: Tensor, reach: float, *, in_x: bool) -> Reasoned:
         """‖U‖/m."""
-        missing = unproven(modulus, reach)
-        if missing is not None:
-            return None, missing
         return reach / modulus * (1.0 + 1e-14), "every input: ‖U‖/m"
 
     def value_gradient(self, z: Tensor) -> Tensor:
@@ -612,9 +602,6 @@ class Activated(ImageCoupling):
 
     def lipschitz(self, modulus: float, rest: Tensor, reach: float, *, in_x: bool) -> Reasoned:
         """m‖Δz‖² ≤ (1/ν)⟨WΔz, Δσ⟩ with σ moved by c alone: L_σ‖W‖/(νm)."""
-        missing = unproven(modulus, reach)
-        if missing is not None:
-            return None, missing
         found = self._steepness() / modulus * (1.0 + 1e-14)
         return found * reach, "every input: L_σ‖W‖/(νm)·‖U‖"
 

@@ -20,14 +20,7 @@ from torch.utils import _pytree as pytree
 
 from equilibria.engine.transforms import transforms_active
 from equilibria.engine.tree import per_sample
-from equilibria.problems.kernels import (
-    Coupling,
-    Curvature,
-    ImageCoupling,
-    Reasoned,
-    inner,
-    unproven,
-)
+from equilibria.problems.kernels import Coupling, Curvature, ImageCoupling, Reasoned, inner
 from equilibria.problems.norms import UNIT, exact, sum_error, top_ritz
 from equilibria.problems.operators import IdentityOperator, Weights
 from equilibria.problems.parts import replaced
@@ -261,9 +254,6 @@ class LeastSquares(ImageCoupling):
 
     def lipschitz(self, modulus: float, rest: Tensor, reach: float, *, in_x: bool) -> Reasoned:
         """``weight |A| reach/m``: the derivative of the gradient in c is ``-weight A'``."""
-        missing = unproven(modulus, reach)
-        if missing is not None:
-            return None, missing
         return self._steep() * reach / modulus, "every input: weight ‖A‖/m·‖U‖"
 
     def _steep(self) -> float:
