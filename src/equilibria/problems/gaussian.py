@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -147,7 +148,6 @@ class Gaussian(ImageCoupling):
         else:
             self.policy = as_gamma(gamma)
             self.gamma = self.policy(self._start_energies())
-        self._mu_upper: dict[tuple[bool, tuple[int, ...]], float] = {}
 
     def at(self, c: Tensor) -> Self:
         """The same weights at another c, not checked anew; γ is that of the policy there."""
@@ -280,10 +280,7 @@ class Gaussian(ImageCoupling):
         patches) takes A as the one strided convolution that it is: tighter, and slower to compute.
         Where W_h scales all directions alike, as a fresh one does, the product is as close.
         """
-        key = tight, self._image_shape()
-        if key not in self._mu_upper:
-            self._mu_upper[key] = self._compute_mu_upper(tight)
-        return self._mu_upper[key]
+        return self._once(("mu", tight), partial(self._compute_mu_upper, tight))
 
     def _compute_mu_upper(self, tight: bool) -> float:
         if self.metric is None:
@@ -325,8 +322,7 @@ class Gaussian(ImageCoupling):
             return w.adjoint(self._merge(rows if metric is None else rows @ metric, wv), shape)
 
         upper = self.mu_upper(tight=tight)
-        estimate = estimated_norm(gram, shape, dtype=w.dtype, device=w.device)
-        return NormBound(min(estimate, upper), upper)
+        return estimated_norm(gram, shape, upper, dtype=w.dtype, device=w.device)
 
     def curvature(self, *, tight: bool = False) -> Curvature:
         """−2e^{−3/2}μ² ≤ ∇²q ≤ μ², whatever γ and z (docs/facts.md, fact 1)."""

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from equilibria.problems.operators import LinearOperator, Weights, as_operator
 from equilibria.problems.parts import Part
 from equilibria.problems.priors import Prior, at_least_float32, per_sample_sum
 
+T = TypeVar("T")
 Reasoned = tuple[float | None, str]  # a constant or None, and why
 
 SIGMOID_CURVATURE = 4.0 / (3.0 * math.sqrt(3.0))  # max of |2t(1 − t²)| over −1 ≤ t ≤ 1
@@ -84,7 +85,7 @@ class Coupling(Part, ABC):
             raise ValueError(f"c must be [B, ...], batch first; got shape {tuple(c.shape)}.")
         self.operator = as_operator(W)
         self.c = c
-        self._norms: dict[tuple[int, ...] | None, float] = {}
+        self._kept: dict[Any, Any] = {}
 
     def __add__(self, other: Coupling) -> SumCoupling:
         """q₁ + q₂, each with its own operator: a problem at several scales is one problem."""
@@ -197,12 +198,18 @@ class Coupling(Part, ABC):
         return {"norm": operator.norm(in_shape) if small else NormBound(0.0, self.norm_upper())}
 
     def norm_upper(self) -> float:
-        """Rigorous ‖W‖₂, computed on first use and kept: the weights are taken as constant."""
-        shape = self._image_shape()
-        if shape not in self._norms:
-            w = self.operator
-            self._norms[shape] = w.norm_upper() if shape is None else w.norm_upper_on(shape)
-        return self._norms[shape]
+        """Rigorous ‖W‖₂; for maps as large as c, where c determines the shape of Wz."""
+        shape, w = self._image_shape(), self.operator
+        bound = w.norm_upper if shape is None else partial(w.norm_upper_on, shape)
+        return self._once("norm", bound)
+
+    def _once(self, name: object, compute: Callable[[], T]) -> T:
+        """Computed on first use for a shape of Wz, and kept: weights are taken as constant."""
+        key = name, self._image_shape()
+        if key not in self._kept:
+            self._kept[key] = compute()
+        found: T = self._kept[key]
+        return found
 
     def _image_shape(self) -> tuple[int, ...] | None:
         """The shape of Wz, where c determines it."""
