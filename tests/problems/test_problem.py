@@ -41,9 +41,6 @@ class Quadratic(Coupling):
         values = torch.linalg.eigvalsh(self.operator(torch.eye(self.c.shape[1]).to(self.c)))
         return Curvature(float(values[0]), float(values[-1]), True, "eigenvalues")
 
-    def local_curvature(self, z: Tensor) -> Curvature:
-        return self.curvature()
-
     def check_state(self, z: Tensor) -> None:
         if z.shape != self.c.shape:
             raise ValueError("shape")

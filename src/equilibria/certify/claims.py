@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from equilibria.engine.tree import per_sample
 from equilibria.problems.kernels import Coupling, SumCoupling, inner
 from equilibria.problems.objective import ritz_ends
 from equilibria.problems.priors import Prior
@@ -25,7 +26,7 @@ def _ours(part: object) -> bool:
 def _cloud(z: Tensor, count: int) -> list[Tensor]:
     """z, and states around it, at distances from a tenth to ten times its size."""
     source = torch.Generator().manual_seed(0)
-    size = z.flatten(1).norm(dim=1).clamp_min(1.0).reshape(-1, *[1] * (z.ndim - 1))
+    size = per_sample(z.flatten(1).norm(dim=1).clamp_min(1.0), z)
     found = [z]
     for k in range(count - 1):
         noise = torch.randn(z.shape, generator=source, dtype=z.dtype).to(z.device)
@@ -71,7 +72,7 @@ def _mixes(q: Coupling, z: Tensor) -> bool:
     here = q.grad(z)
     for bit in range((len(z) - 1).bit_length()):
         other = (index >> bit) % 2 == 1
-        found = q.grad(torch.where(other.reshape(-1, *[1] * (z.ndim - 1)), moved, z))
+        found = q.grad(torch.where(per_sample(other, z), moved, z))
         off = (found - here)[~other].abs()
         if bool((off > _SLACK * here[~other].abs().max()).any()):
             return True

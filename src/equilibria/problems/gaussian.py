@@ -42,6 +42,7 @@ from equilibria.problems.norms import (
 from equilibria.problems.operators import (
     ConvOperator,
     DenseOperator,
+    LinearOperator,
     SeparableConvOperator,
     Weights,
 )
@@ -364,12 +365,8 @@ class Gaussian(ImageCoupling):
     def tight_local_curvature(self, z: Tensor) -> Curvature:
         return self.local_curvature(z, tight=True)
 
-    def rounding_error(self, z: Tensor) -> Tensor | None:
+    def _rounding(self, z: Tensor, size: LinearOperator, terms: int) -> Tensor:
         """∇q = Wᵀ merge(e v), v = rM, s = ⟨r, v⟩, e = exp(−γs), r = Wz − c, line by line."""
-        magnitude = self.operator.magnitude()
-        if magnitude is None:
-            return None
-        size, terms = magnitude
         gamma = self.gamma.unsqueeze(-1)
         wz = self.operator(z)
         r = self._rows(wz - self.c)

@@ -116,9 +116,10 @@ class Coupling(Part, ABC):
     def curvature(self) -> Curvature:
         """Bounds on the spectrum of ∇²q(z) that hold for every z."""
 
-    @abstractmethod
     def local_curvature(self, z: Tensor) -> Curvature:
-        """Bounds on the spectrum of ∇²q at this z, per sample."""
+        """Bounds on the spectrum of ∇²q at this z, per sample; by default those for every z."""
+        self.check_state(z)
+        return self.curvature()
 
     @abstractmethod
     def check_state(self, z: Tensor) -> None:
@@ -244,6 +245,14 @@ class ImageCoupling(Coupling):
         start = self.c.new_zeros(tuple(shape))
         self.check_state(start)
         return start
+
+    def rounding_error(self, z: Tensor) -> Tensor | None:
+        magnitude = self.operator.magnitude()
+        return None if magnitude is None else self._rounding(z, *magnitude)
+
+    @abstractmethod
+    def _rounding(self, z: Tensor, size: LinearOperator, terms: int) -> Tensor:
+        """``rounding_error`` for W of the magnitude |W| = ``size``, so many terms in a sum."""
 
 
 class _WithLinearTerm(Coupling):
@@ -595,12 +604,8 @@ class Activated(ImageCoupling):
         pulled = self.operator.adjoint(slope * self.operator(v), z.shape[1:])
         return pulled * (-1.0 / self.nu)
 
-    def rounding_error(self, z: Tensor) -> Tensor | None:
+    def _rounding(self, z: Tensor, size: LinearOperator, terms: int) -> Tensor:
         """∇q = −(1/ν)Wᵀσ(v), v = Wz + c, line by line."""
-        magnitude = self.operator.magnitude()
-        if magnitude is None:
-            return None
-        size, terms = magnitude
         v = self.operator(z) + self.c
         a = self.prior.activation(v)
         off = sum_error(terms) * size(z.abs()) + 2 * UNIT * v.abs()
@@ -627,13 +632,9 @@ class Activated(ImageCoupling):
         """−(L_σ/ν)‖W‖² ≤ ∇²q ≤ 0."""
         lower = -self.prior.expansion * self.norm_upper() ** 2 / self.nu
         note = "every z: ∇²q = −(1/ν)Wᵀ diag(σ′)W, 0 ≤ σ′ ≤ L_σ"
-        # The L_σ of a sampled activation is a measurement.
+        # The L_σ of a sampled activation is a measurement. No closer bound holds at one z: σ′ jumps
+        # at kinks.
         return Curvature(lower, 0.0, not self.prior.sampled, note)
-
-    def local_curvature(self, z: Tensor) -> Curvature:
-        """The global bounds: σ′ jumps at kinks, where a bound at one point says nothing."""
-        self.check_state(z)
-        return self.curvature()
 
 
 class SumCoupling(Coupling):

@@ -22,7 +22,7 @@ from equilibria.engine.transforms import transforms_active
 from equilibria.engine.tree import per_sample
 from equilibria.problems.kernels import Coupling, Curvature, ImageCoupling, Reasoned, inner
 from equilibria.problems.norms import UNIT, sum_error, top_ritz
-from equilibria.problems.operators import IdentityOperator, Weights
+from equilibria.problems.operators import IdentityOperator, LinearOperator, Weights
 from equilibria.problems.parts import in_double, replaced
 from equilibria.problems.priors import at_least_float32
 
@@ -228,17 +228,10 @@ class LeastSquares(ImageCoupling):
         low, high = w * least**2 * (1.0 - 4 * UNIT), w * most**2 * (1.0 + 4 * UNIT)
         return Curvature(low, high, True, "every z: the Hessian is weight AᵀA")
 
-    def local_curvature(self, z: Tensor) -> Curvature:
-        return self.curvature()
-
     def hessian_lipschitz(self) -> float:
         return 0.0
 
-    def rounding_error(self, z: Tensor) -> Tensor | None:
-        magnitude = self.operator.magnitude()
-        if magnitude is None:
-            return None
-        size, terms = magnitude
+    def _rounding(self, z: Tensor, size: LinearOperator, terms: int) -> Tensor:
         r = self._residual(z).abs()
         off = sum_error(terms + 2) * (size(z.abs()) + self.c.abs() + r)
         return _float(self.weight) * (1 + 8 * UNIT) * size.adjoint(off + 4 * UNIT * r, z.shape[1:])
