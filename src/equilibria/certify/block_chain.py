@@ -17,14 +17,15 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from equilibria.engine.result import Solution
 from equilibria.problems.kernels import Activated
 from equilibria.problems.norms import SAFETY, UNIT, exact
-from equilibria.problems.priors import Free
+from equilibria.problems.priors import Free, Prior
 from equilibria.problems.problem import Problem
 from equilibria.problems.regularizers import Regularizer
 
@@ -36,11 +37,31 @@ _UP = 1.0 + 32 * UNIT  # a few operations, each rounded once, from above
 _NONEXPANSIVE = 1.0 + 1e-10  # a proven bound on a norm of 1 is a little above it
 
 
+class BlockChain(Protocol):
+    """What is asked of the layer, an ``nn.Module``.
+
+    A block is a dataclass with ``operator``, ``alpha`` and ``prior``, a method ``image(z, c)``,
+    Wᵀσ(Wz + c), and a call (z, c) ↦ α·image + (1 − α)z.
+    """
+
+    prior: Prior
+    regularizer: Regularizer | None
+    regularize: Literal["gradient", "prox"]
+    alpha: tuple[float, ...] | None
+
+    def solve(self, x: Tensor) -> Solution[Tensor]: ...
+    def inject(self, x: Tensor) -> tuple[Tensor, ...]: ...
+    def check_state(self, z: Tensor, x: Tensor) -> None: ...
+    def bound_blocks(self) -> Sequence[Any]: ...
+    def each_block(self) -> Sequence[Any]: ...
+    def regularized(self, z: Tensor) -> Tensor: ...
+    def eval(self) -> Any: ...
+
+
 class _Exact:
     """The layer's numbers in float64, as they were in its own dtype, with proven bounds."""
 
-    def __init__(self, model: Any) -> None:
-        # A block is (z, c) ↦ α·image(z, c) + (1 − α)z with image(z, c) = Wᵀσ(Wz + c).
+    def __init__(self, model: BlockChain) -> None:
         self.blocks: list[Any] = [
             replace(b, operator=b.operator.cast(torch.float64), alpha=float(b.alpha))
             for b in model.bound_blocks()
@@ -76,7 +97,7 @@ def regularizer_factor(regularizer: Regularizer | None, form: str) -> float:
 
 
 def _evaluate(
-    layer: Any, numbers: _Exact, z: Tensor, c: Sequence[Tensor]
+    layer: BlockChain, numbers: _Exact, z: Tensor, c: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor, bool]:
     """T(z) in float64, a bound on its distance from the exact one [B]; whether that is derived."""
     state = layer.regularized(z)
@@ -99,9 +120,9 @@ def _evaluate(
 
 
 @torch.no_grad()
-def certify_block_chain(layer: Any, x: Tensor, z: Tensor | None = None) -> MapCertificate:
-    """The certificate of a ``DeepOptEq`` at x, for z or its own answer; it is left as it is."""
-    model = copy.deepcopy(layer).eval()
+def certify_block_chain(layer: BlockChain, x: Tensor, z: Tensor | None = None) -> MapCertificate:
+    """The certificate of ``layer`` at x, for z or its own answer. The layer is left as it is."""
+    model: BlockChain = copy.deepcopy(layer).eval()
     state, text = solved(lambda: model.solve(x), z)
     c = [exact(part) for part in model.inject(x)]
     model.check_state(state, x)
@@ -110,7 +131,7 @@ def certify_block_chain(layer: Any, x: Tensor, z: Tensor | None = None) -> MapCe
 
 
 def _certify(
-    model: Any, numbers: _Exact, z: Tensor, c: Sequence[Tensor], solver: str
+    model: BlockChain, numbers: _Exact, z: Tensor, c: Sequence[Tensor], solver: str
 ) -> MapCertificate:
     r = regularizer_factor(model.regularizer, model.regularize)
     rho = math.prod(numbers.factors) * r * (1.0 + 4 * len(numbers.blocks) * UNIT)
@@ -140,7 +161,7 @@ def _certify(
     )
 
 
-def _words(numbers: _Exact, model: Any, r: float) -> dict[str, str]:
+def _words(numbers: _Exact, model: BlockChain, r: float) -> dict[str, str]:
     def row(values: list[float]) -> str:
         return ", ".join(f"{value:.4g}" for value in values)
 
@@ -155,7 +176,7 @@ def _words(numbers: _Exact, model: Any, r: float) -> dict[str, str]:
     return found
 
 
-def _notes(numbers: _Exact, model: Any, r: float, rho: float, *, derived: bool) -> list[str]:
+def _notes(numbers: _Exact, model: BlockChain, r: float, rho: float, *, derived: bool) -> list[str]:
     notes = []
     if not derived:
         notes.append("rounding is an estimate: none is derived for this regularizer")

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -111,8 +111,17 @@ def _together(parts: list[Tensor]) -> Tensor:
 _STEPS = 30
 
 
-def certify_map(model: Any, x: Any, z: Any, solver: str) -> MapCertificate:
-    """Judge z as a fixed point of ``model`` (a ``DEQ`` or ``MDEQ`` in eval mode) at x, in float64.
+class GeneralMap(Protocol):
+    """What is asked of the layer: an ``nn.Module`` that is a map and nothing more."""
+
+    def contraction_bound(self) -> float | None: ...
+    def bound_step(self) -> Callable[..., Any]: ...
+    def inject(self, x: Any) -> tuple[Any, ...]: ...
+    def double(self) -> Self: ...
+
+
+def certify_map(model: GeneralMap, x: Any, z: Any, solver: str) -> MapCertificate:
+    """Judge z as a fixed point of ``model`` (a copy in eval mode) at x, in float64.
 
     With ρ = ``contraction_bound()`` < 1: one fixed point, ‖z − z*‖ ≤ ‖z − T(z)‖/(1 − ρ). The Ritz
     values of J at z lie in its numerical range, so |θ| ≤ ‖J‖₂ ≤ ρ must hold for each: a larger one
@@ -180,8 +189,8 @@ def _believed(bound: float | None, radius: Tensor, notes: list[str]) -> Tensor:
 
 
 def _in_double(
-    model: Any, x: Any, z: Any, notes: list[str]
-) -> tuple[Any, Any, tuple[Any, ...], Any]:
+    model: GeneralMap, x: Any, z: Any, notes: list[str]
+) -> tuple[GeneralMap, Any, tuple[Any, ...], Any]:
     """The layer and its map on the same numbers in float64, or where it takes no other, its own."""
     wide, state = (pytree.tree_map(in_double, t) for t in (x, z))
     twin = copy.deepcopy(model).double()

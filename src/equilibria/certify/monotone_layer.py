@@ -18,12 +18,13 @@ made in its own dtype, with bounds on the rounding.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from equilibria.engine.result import Solution
 from equilibria.engine.solver import SolverOptions
 from equilibria.engine.tree import sample_norm
 from equilibria.problems.monotone_operator import (
@@ -33,6 +34,7 @@ from equilibria.problems.monotone_operator import (
     States,
 )
 from equilibria.problems.norms import FUNCTION, SAFETY, UNIT, dense_norm, exact, sum_error
+from equilibria.problems.priors import Prior
 from equilibria.solvers.forward_backward import ForwardBackward, forward_backward_factor
 from equilibria.solvers.peaceman_rachford import PeacemanRachford, peaceman_rachford_factor
 
@@ -43,9 +45,22 @@ from .rounding import direct_convolutions
 _UP = 1.0 + 1e-12
 
 
+class MonotoneLayer(Protocol):
+    """What is asked of the layer."""
+
+    m: float
+    prior: Prior
+    solver: SolverOptions
+
+    def solve(self, x: Tensor) -> Solution[Any]: ...
+    def inject(self, x: Tensor) -> tuple[Tensor, ...]: ...
+    def inclusion(self, x: Tensor) -> MonotoneInclusion: ...
+    def input_norm_upper(self) -> float: ...
+
+
 @torch.no_grad()
-def certify_monotone(layer: Any, x: Tensor, z: Any = None) -> MapCertificate:
-    """The certificate of a ``MonotoneDEQ`` at x, for z or for the layer's own answer."""
+def certify_monotone(layer: MonotoneLayer, x: Tensor, z: Any = None) -> MapCertificate:
+    """The certificate of ``layer`` at x, for z or for the layer's own answer."""
     z, solver = solved(lambda: layer.solve(x), z)
     (c,) = layer.inject(x)
     own = layer.inclusion(x)
@@ -56,7 +71,7 @@ def certify_monotone(layer: Any, x: Tensor, z: Any = None) -> MapCertificate:
 
 
 def _certify(
-    layer: Any, inclusion: MonotoneInclusion, z: States, c: Tensor, solver: str
+    layer: MonotoneLayer, inclusion: MonotoneInclusion, z: States, c: Tensor, solver: str
 ) -> MapCertificate:
     operator = inclusion.operator
     upper, norm = operator.norm_uppers()
@@ -67,7 +82,7 @@ def _certify(
     image = tuple(layer.prior.activation(v) for v in argument)
     gap = tuple(a - b for a, b in zip(z, image, strict=True))
     residual = sample_norm(gap)
-    off = _rounding(layer.prior.shift or 0.0, operator, z, argument, image, gap)
+    off = _rounding(layer, operator, z, argument, image, gap)
     finite = (residual + off).isfinite()
     error = torch.where(finite, _error_bound(operator, gap, residual, off, m, norm), math.inf)
     proven, lipschitz = Guarantee.none, None
@@ -99,7 +114,7 @@ def _certify(
         lipschitz_note=note,
         solver=solver,
         rigorous=derived and not sampled,
-        numbers=_numbers(layer.solver, operator, m, upper, norm),
+        numbers=_numbers(layer, operator, m, upper, norm),
         notes=tuple(notes),
     )
 
@@ -145,7 +160,7 @@ def entrywise(layer: Any, x: Tensor, entries: Tensor) -> tuple[float, Tensor | N
 
 
 def _rounding(
-    shift: float,
+    layer: MonotoneLayer,
     operator: MonotoneOperator,
     z: States,
     argument: States,
@@ -153,6 +168,7 @@ def _rounding(
     gap: States,
 ) -> Tensor:
     """δ [B] with |fl‖z − T(z)‖ − ‖z − T(z)‖| ≤ δ; prox is nonexpansive and passes errors on."""
+    shift = layer.prior.shift or 0.0
     rows = []
     for product, v, a, r in zip(operator.rounding(z), argument, image, gap, strict=True):
         rows.append(
@@ -180,17 +196,17 @@ def _error_bound(
 
 
 def _numbers(
-    solver: SolverOptions, operator: MonotoneOperator, m: float, upper: float, norm: float
+    layer: MonotoneLayer, operator: MonotoneOperator, m: float, upper: float, norm: float
 ) -> dict[str, str]:
     numbers = {"‖I − W‖": f"at most {upper:.4g}", "‖W‖": f"at most {norm:.4g}"}
     if m <= 0:
         return numbers
-    given = solver.alpha if isinstance(solver, ForwardBackward) else None
+    given = layer.solver.alpha if isinstance(layer.solver, ForwardBackward) else None
     alpha = m / upper**2 if given is None else given
     rate = forward_backward_factor(m, upper, alpha) * _UP
     end = 2.0 * m / upper**2
     numbers["forward-backward"] = f"factor {rate:.6g} at α = {alpha:.4g} (2m/L² = {end:.4g})"
-    given = solver.alpha if isinstance(solver, PeacemanRachford) else None
+    given = layer.solver.alpha if isinstance(layer.solver, PeacemanRachford) else None
     alpha = 1.0 / float(operator.scale()) if given is None else given
     rate = peaceman_rachford_factor(m, upper, alpha) * _UP
     numbers["Peaceman–Rachford"] = f"factor {rate:.6g} at α = {alpha:.4g}"
