@@ -157,6 +157,8 @@ def test_a_kernel_with_all_its_bounds_is_certified() -> None:
     # Where no equilibrium is proven to be the only one, its constant is not asked for.
     steep = eq.certify(eq.Problem(eq.NonNegative(), Stated(Diagonal(D - 3.0), c)), z=c)
     assert steep.lipschitz is None
+    assert steep.lipschitz_local is not None
+    assert bool(torch.isinf(steep.lipschitz_local).all())  # its formula gives a negative number
 
 
 def test_what_a_kernel_does_not_state_is_not_claimed() -> None:

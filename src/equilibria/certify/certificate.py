@@ -387,4 +387,7 @@ def local_lipschitz(
     )
     rest = _own_modulus(problem)
     found, note = problem.coupling.local_lipschitz(z, error, m, here, rest)
-    return None if found is None else found * input_norm, note
+    if found is None:
+        return None, note
+    bound = found * input_norm
+    return torch.where(bound >= 0.0, bound, math.inf), note  # NaN or a negative one is no bound
