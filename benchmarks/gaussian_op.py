@@ -40,7 +40,8 @@ except ImportError:
     sys.path.insert(0, str(Path(__file__).parent.parent / "src"))
     import equilibria as eq
 
-from equilibria.ops.gaussian_patches import fused_message, permuted, plain_message
+from equilibria.ops.gaussian import permuted, plain_message
+from equilibria.ops.gaussian_patches import fused_message
 
 SHAPES = [
     # batch, channels, pixels, c_s, p

@@ -12,9 +12,10 @@ from torch import Tensor
 
 import equilibria as eq
 from equilibria.certify import Guarantee
-from equilibria.problems import Coupling, Curvature, LinearOperator, Prior, Regularizer
+from equilibria.problems import Curvature, LinearOperator, Prior, Regularizer
 from equilibria.problems.norms import UNIT, sum_error
 from tests.problems.test_operators import randn
+from tests.problems.test_problem import Quadratic
 
 
 class Diagonal(LinearOperator):
@@ -57,33 +58,8 @@ class Silent(Diagonal):
         return None
 
 
-class Quadratic(Coupling):
-    """q(z) = ½⟨z, dz⟩ − ⟨c, z⟩: the minimizer over z ≥ 0 is max(c/(1 + d), 0)."""
-
-    def value(self, z: Tensor) -> Tensor:
-        return (0.5 * z * self.operator(z) - self.c * z).sum(1)
-
-    def grad(self, z: Tensor) -> Tensor:
-        return self.operator(z) - self.c
-
-    def hvp(self, z: Tensor, v: Tensor) -> Tensor:
-        return self.operator(v)
-
-    def curvature(self) -> Curvature:
-        d = self.operator(torch.ones_like(self.c))
-        return Curvature(float(d.min()), float(d.max()), True, "exact")
-
-    def local_curvature(self, z: Tensor) -> Curvature:
-        return self.curvature()
-
-    def check_state(self, z: Tensor) -> None: ...
-
-    def default_start(self, shape: Sequence[int] | None = None) -> Tensor:
-        return torch.zeros_like(self.c)
-
-
 class Stated(Quadratic):
-    """The same with all of its bounds."""
+    """½⟨z, dz⟩ − ⟨c, z⟩ with all of its bounds; the minimizer over z ≥ 0 is max(c/(1 + d), 0)."""
 
     def rounding_error(self, z: Tensor) -> Tensor | None:
         magnitude = self.operator.magnitude()
@@ -178,6 +154,11 @@ def test_a_kernel_with_all_its_bounds_is_certified() -> None:
     assert found.lipschitz == pytest.approx(2.0)
     assert torch.allclose(found.lipschitz_local, torch.full((5,), 2.0, dtype=torch.float64))
     assert bool((found.error_bound < 1e-2).all())
+    # Where no equilibrium is proven to be the only one, its constant is not asked for.
+    steep = eq.certify(eq.Problem(eq.NonNegative(), Stated(Diagonal(D - 3.0), c)), z=c)
+    assert steep.lipschitz is None
+    assert steep.lipschitz_local is not None
+    assert bool(torch.isinf(steep.lipschitz_local).all())  # its formula gives a negative number
 
 
 def test_what_a_kernel_does_not_state_is_not_claimed() -> None:

@@ -15,10 +15,7 @@ from equilibria.ops import (
     gaussian_message_jvp,
     gaussian_weights,
 )
-
-
-def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+from tests.problems.test_operators import randn
 
 
 def _by_loops(rows: np.ndarray, hidden: np.ndarray, gamma: np.ndarray) -> np.ndarray:

@@ -11,17 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from equilibria.ops.gaussian import gaussian_energies
-from equilibria.ops.gaussian_patches import (
-    can_fuse,
-    fused_message,
-    merge_rows,
-    patch_energies,
+from equilibria.ops.gaussian import (
+    gaussian_energies,
     permuted,
     plain_message,
     split_rows,
 )
-from equilibria.problems import Patches
+from equilibria.ops.gaussian_patches import can_fuse, fused_message, patch_energies
 
 from . import on_gpu, run_interpreted
 
@@ -33,8 +29,7 @@ _SCRIPT = """
 import json, torch
 from equilibria.ops import gaussian_fused, gaussian_triton as kernels
 from equilibria.ops import gaussian_patches as patches
-from equilibria.ops.gaussian import gaussian_energies
-from equilibria.ops.gaussian_patches import permuted, plain_message, split_rows
+from equilibria.ops.gaussian import gaussian_energies, permuted, plain_message, split_rows
 
 patches.can_fuse = lambda *_: True  # the energies run the kernels too
 
@@ -153,20 +148,6 @@ def test_the_kernels_agree_with_the_plain_form_in_float64(interpreted: Any) -> N
 def test_second_and_third_derivatives(interpreted: Any) -> None:
     assert max(interpreted["higher"]) < 1e-5
     assert interpreted["of_zero"] == 0.0
-
-
-def test_rows_are_those_of_patches() -> None:
-    r = torch.randn(2, 6, 4, 8)
-    rows = split_rows(r, 3, 2)
-    assert torch.equal(rows, Patches(channels=3, size=2).split(r))
-    # Patch 5 of a sample: group 0, second row of patches, second column; channels first.
-    assert torch.equal(rows[1, 5], r[1, 0:3, 2:4, 2:4].flatten())
-    for layout in (torch.contiguous_format, torch.channels_last):
-        like = r.to(memory_format=layout)
-        last = layout == torch.channels_last
-        merged = merge_rows(split_rows(like, 3, 2), r.shape, 3, 2, channels_last=last)
-        assert torch.equal(merged, r)
-        assert merged.is_contiguous(memory_format=layout)
 
 
 def test_columns_are_permuted_as_the_kernel_reads_them() -> None:

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from equilibria.engine.result import Result
+from equilibria.ops.gaussian import plain_message
 from equilibria.ops.gaussian_patches import (
     can_unshuffle,
     merge_planes,
     patch_energies,
-    plain_message,
     plane_rows,
 )
 from equilibria.ops.gaussian_steps import PatchMessage, judge, residual_norms, threshold_sum

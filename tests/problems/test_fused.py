@@ -17,6 +17,7 @@ import equilibria as eq
 from equilibria.engine.result import Result
 from equilibria.problems import solving
 from equilibria.problems.fused import serves
+from tests.ops import on_gpu
 
 PATCH = eq.Patches(channels=4, size=2)
 
@@ -47,16 +48,15 @@ def images(batch: int = 3) -> Tensor:
     return torch.randn(batch, 5, 4, 6, dtype=torch.float64)
 
 
-def taken(module: eq.nn.GEQ, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether each solve inside took the lane."""
+def watched(monkeypatch: pytest.MonkeyPatch, *, general: bool = False) -> list[bool]:
+    """Whether each solve from now on takes the fused path; ``general``: none does."""
     seen: list[bool] = []
 
     def note(*given: Any) -> bool:
-        seen.append(serves(*given))
+        seen.append(serves(*given) and not general)
         return seen[-1]
 
     monkeypatch.setattr(solving, "serves", note)
-    module(x)
     return seen
 
 
@@ -92,8 +92,7 @@ def test_a_warm_start_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     made, x = layer(60), images()
     answer = made.solve(x).value.detach()
     made.solver = fixed(1)
-    seen: list[bool] = []
-    monkeypatch.setattr(solving, "serves", lambda *a: seen.append(serves(*a)) or seen[-1])
+    seen = watched(monkeypatch)
     again = made.solve(x, answer)
     assert seen == [True]
     torch.testing.assert_close(again.value, answer, rtol=1e-9, atol=1e-10)
@@ -143,13 +142,16 @@ def test_what_it_does_not_serve_takes_the_general_path(
 ) -> None:
     made = layer(40, 3, **changes)
     x = images() if made.patch is not None else torch.randn(3, 5, dtype=torch.float64)
-    assert taken(made, x, monkeypatch) == [False]
+    seen = watched(monkeypatch)
+    made(x)
+    assert seen == [False]
 
 
 def test_without_gradients_any_adjoint_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = layer(5, adjoint=eq.Implicit())
+    made, seen = layer(5, adjoint=eq.Implicit()), watched(monkeypatch)
     with torch.no_grad():
-        assert taken(made, images(), monkeypatch) == [True]
+        made(images())
+    assert seen == [True]
 
 
 def test_a_sample_that_fails_returns_its_start_and_harms_nobody() -> None:
@@ -178,8 +180,7 @@ def test_half_precision_at_the_floor_of_gamma(
     torch.manual_seed(2)
     z0 = (20 * torch.randn(64, 6, 8, 8).abs()).to(dtype)
     x = torch.zeros(64, 5, 8, 8, dtype=dtype, requires_grad=True)
-    if not fused:
-        monkeypatch.setattr(solving, "serves", lambda *_: False)
+    watched(monkeypatch, general=not fused)
     value = made.solve(x, z0).value.float()
     grads = torch.autograd.grad(value.sum(), [x, *made.parameters()])
     assert all(bool(g.isfinite().all()) for g in grads)
@@ -207,8 +208,7 @@ def test_second_derivatives_are_refused() -> None:
         first(made(x).sum(), x, create_graph=True)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@on_gpu
 @pytest.mark.parametrize("cast", [False, True])
 def test_on_the_gpu(cast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     made = layer(30, 3, patch=eq.Patches(channels=8, size=2))

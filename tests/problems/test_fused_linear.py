@@ -17,14 +17,10 @@ from equilibria import models
 from equilibria.engine.result import Result
 from equilibria.ops import gaussian_steps
 from equilibria.ops.convolutions import convolve_add_relu
-from equilibria.problems import solving
-from equilibria.problems.fused import serves
+from tests.ops import on_gpu
+from tests.problems.test_fused import fixed, watched
 
 STATE, MID, SIZE = 5, 7, (3, 4)
-
-
-def fixed(steps: int, tau: float | None = 1.0) -> eq.ProximalGradient:
-    return eq.ProximalGradient(rtol=0.0, atol=0.0, max_steps=steps, accelerate=False, tau=tau)
 
 
 def series(terms: int) -> eq.Phantom:
@@ -45,18 +41,6 @@ def images(batch: int = 3) -> Tensor:
 def states(batch: int = 3) -> Tensor:
     torch.manual_seed(2)
     return torch.randn(batch, STATE, *SIZE, dtype=torch.float64)
-
-
-def watched(monkeypatch: pytest.MonkeyPatch, *, general: bool = False) -> list[bool]:
-    """Whether each solve from now on takes the fused path; ``general``: none does."""
-    seen: list[bool] = []
-
-    def note(*given: Any) -> bool:
-        seen.append(serves(*given) and not general)
-        return seen[-1]
-
-    monkeypatch.setattr(solving, "serves", note)
-    return seen
 
 
 def solved(module: Any, x: Tensor, weight: Tensor, z0: Tensor | None = None) -> list[Tensor]:
@@ -244,8 +228,7 @@ def test_six_branches_train_through_it(reading: str, monkeypatch: pytest.MonkeyP
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@on_gpu
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("tau", [1.0, 0.9])
 @pytest.mark.parametrize("cast", [False, True])
@@ -263,12 +246,11 @@ def test_on_the_gpu(cast: bool, tau: float, given: bool, monkeypatch: pytest.Mon
         assert off < (0.15 if cast else 1e-4), off
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@on_gpu
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("gaussian", [False, True])
 def test_nan_on_the_gpu(gaussian: bool, given: bool) -> None:
-    options: dict[str, Any] = {"solver": fixed(4), "adjoint": series(3)}
+    options: dict[str, Any] = {"solver": fixed(4, 1.0), "adjoint": series(3)}
     torch.manual_seed(0)
     if gaussian:
         cut, gamma = eq.Patches(channels=8, size=2), eq.FixedGamma(0.3)

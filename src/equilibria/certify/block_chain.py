@@ -33,8 +33,6 @@ from .guarantee import Guarantee, solved, where_known
 from .map_certificate import MapCertificate
 from .rounding import direct_convolutions, norm, residual_rounding
 
-__all__ = ["certify_block_chain", "regularizer_factor"]
-
 _UP = 1.0 + 32 * UNIT  # a few operations, each rounded once, from above
 _NONEXPANSIVE = 1.0 + 1e-10  # a proven bound on a norm of 1 is a little above it
 

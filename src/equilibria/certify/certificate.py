@@ -34,19 +34,6 @@ from .gap import certify_sum
 from .guarantee import SAMPLED, Guarantee, Proven, Rows, number, solved, spread
 from .rounding import direct_convolutions, residual_rounding
 
-__all__ = [
-    "Certifiable",
-    "Certificate",
-    "Distance",
-    "Guarantee",
-    "Numbers",
-    "SelfCertifying",
-    "certify_layer",
-    "distance",
-    "global_lipschitz",
-    "local_lipschitz",
-]
-
 
 @runtime_checkable
 class Certifiable(Protocol):
@@ -193,7 +180,7 @@ def _number(values: Tensor) -> float | Tensor:
 def _certify(
     given: HiddenProblem, state: Tensor, input_norm: float | None, solver: str
 ) -> Certificate:
-    found = _measured(given, state, input_norm)
+    found = _Measured(given, state, input_norm)
     problem, z = found.problem, found.z
     lower, upper, factor = found.bounds
     m, high, rho = (t.expand(len(z)) for t in found.bounds)
@@ -268,59 +255,29 @@ def _notes(found: _Measured, wrong: list[str], error: Tensor, outside: int) -> l
     return notes
 
 
-@dataclass(frozen=True, eq=False)
 class _Measured:
     """What one evaluation of T at z says, in float64; the rest of a certificate costs more."""
 
-    problem: HiddenProblem
-    z: Tensor
-    curvature: Curvature
-    bounds: tuple[Tensor, Tensor, Tensor]
-    """m, L and ρ, each [] or [B]."""
-    image: Tensor
-    residual: Tensor
-    off: Tensor
-    """The exact residual is within this of ``residual``, [B]."""
-    derived: bool
-    sampled: bool
-    prior_varies: bool
-    """Whether a parameter of the prior is a tensor, which may depend on x."""
-    lipschitz: float | None
-    lipschitz_note: str
-
-    @property
-    def rigorous(self) -> bool:
-        return self.derived and self.curvature.rigorous and not self.sampled
-
-
-def _measured(given: HiddenProblem, state: Tensor, input_norm: float | None) -> _Measured:
-    problem, z = given.in_double(), exact(state)
-    sampled = prior_varies = False
-    if isinstance(problem, Problem):
-        problem.coupling.check_state(z)
-        prior = problem.effective_prior
-        sampled, prior_varies = prior.sampled, prior.has_tensors
-    curvature = tight_curvature(problem)
-    bounds = _outward(curvature, z, together=problem.couples_batch)
-    image = problem.step(z)
-    off, derived = residual_rounding(problem, z, image)
-    lipschitz, note = global_lipschitz(problem, _number(bounds[0]), input_norm)
-    if prior_varies and input_norm is not None:
-        lipschitz, note = None, "a parameter of the prior is a tensor: it may depend on x"
-    return _Measured(
-        problem=problem,
-        z=z,
-        curvature=curvature,
-        bounds=bounds,
-        image=image,
-        residual=sample_norm([z - image]),
-        off=off,
-        derived=derived,
-        sampled=sampled,
-        prior_varies=prior_varies,
-        lipschitz=lipschitz,
-        lipschitz_note=note,
-    )
+    def __init__(self, given: HiddenProblem, state: Tensor, input_norm: float | None) -> None:
+        self.problem, self.z = problem, z = given.in_double(), exact(state)
+        self.sampled = self.prior_varies = False
+        if isinstance(problem, Problem):
+            problem.coupling.check_state(z)
+            self.sampled = problem.effective_prior.sampled
+            self.prior_varies = problem.effective_prior.has_tensors  # which may depend on x
+        self.curvature = tight_curvature(problem)
+        # m, L and ρ, each [] or [B].
+        self.bounds = _outward(self.curvature, z, together=problem.couples_batch)
+        self.image = problem.step(z)
+        self.residual = sample_norm([z - self.image])
+        # The exact residual is within ``off`` [B] of this one.
+        self.off, self.derived = residual_rounding(problem, z, self.image)
+        self.rigorous = self.derived and self.curvature.rigorous and not self.sampled
+        modulus = _number(self.bounds[0])
+        self.lipschitz, self.lipschitz_note = global_lipschitz(problem, modulus, input_norm)
+        if self.prior_varies and input_norm is not None:
+            self.lipschitz = None
+            self.lipschitz_note = "a parameter of the prior is a tensor: it may depend on x"
 
 
 @dataclass(frozen=True, eq=False)
@@ -351,7 +308,7 @@ def distance(layer: Any, x: Tensor, z: Any) -> Distance:
     else:
         bound = _input_norm(layer, x)
         with direct_convolutions(z):
-            found = _measured(layer.problem(x), z, bound)
+            found = _Measured(layer.problem(x), z, bound)
         lipschitz, note = found.lipschitz, found.lipschitz_note
         m, _, rho = (t.expand(len(nothing)) for t in found.bounds)
         error = (1.0 + rho / m) * (found.residual + found.off) * (1.0 + 32 * UNIT)
@@ -405,6 +362,10 @@ def global_lipschitz(
     q = problem.coupling
     m = float(torch.as_tensor(modulus, dtype=torch.float64).min())
     reach = q.features_norm() if input_norm is None else input_norm
+    if not m > 0.0:
+        return None, "the equilibrium is not certified to be unique for every input"
+    if not math.isfinite(reach):
+        return None, "no bound on the norm of U is known"
     return q.lipschitz(m, _own_modulus(problem), reach, in_x=input_norm is not None)
 
 
@@ -426,4 +387,7 @@ def local_lipschitz(
     )
     rest = _own_modulus(problem)
     found, note = problem.coupling.local_lipschitz(z, error, m, here, rest)
-    return None if found is None else found * input_norm, note
+    if found is None:
+        return None, note
+    bound = found * input_norm
+    return torch.where(bound >= 0.0, bound, math.inf), note  # NaN or a negative one is no bound

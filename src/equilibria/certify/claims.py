@@ -9,12 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from equilibria.engine.tree import per_sample
 from equilibria.problems.kernels import Coupling, SumCoupling, inner
 from equilibria.problems.objective import ritz_ends
 from equilibria.problems.priors import Prior
 from equilibria.problems.problem import Problem
-
-__all__ = ["refuted", "refuted_bounds", "refuted_prox"]
 
 _PAIRS = 6
 _SLACK = 1e-7  # relative: what rounding and an inner solve may do
@@ -27,7 +26,7 @@ def _ours(part: object) -> bool:
 def _cloud(z: Tensor, count: int) -> list[Tensor]:
     """z, and states around it, at distances from a tenth to ten times its size."""
     source = torch.Generator().manual_seed(0)
-    size = z.flatten(1).norm(dim=1).clamp_min(1.0).reshape(-1, *[1] * (z.ndim - 1))
+    size = per_sample(z.flatten(1).norm(dim=1).clamp_min(1.0), z)
     found = [z]
     for k in range(count - 1):
         noise = torch.randn(z.shape, generator=source, dtype=z.dtype).to(z.device)
@@ -73,7 +72,7 @@ def _mixes(q: Coupling, z: Tensor) -> bool:
     here = q.grad(z)
     for bit in range((len(z) - 1).bit_length()):
         other = (index >> bit) % 2 == 1
-        found = q.grad(torch.where(other.reshape(-1, *[1] * (z.ndim - 1)), moved, z))
+        found = q.grad(torch.where(per_sample(other, z), moved, z))
         off = (found - here)[~other].abs()
         if bool((off > _SLACK * here[~other].abs().max()).any()):
             return True
@@ -96,13 +95,8 @@ def refuted_prox(prior: Prior, v: Tensor) -> str | None:
             moved, slack = q - p, _SLACK * (inner(u - w, u - w) + inner(u, u)) + 1e-12
             if bool((inner(moved, w - u) < inner(moved, moved) - slack).any()):
                 return f"the prox of {name} is not firmly nonexpansive, so it is none"
-            least, other = (_value(prior, t) for t in (p, q))
+            least, other = prior.sample_value(p), prior.sample_value(q)
             below = least + inner(u - p, moved) - other
             if bool((below > slack + _SLACK * (least.abs() + other.abs())).any()):
                 return f"the prox of {name} is not that of its value: f is lower elsewhere"
     return None
-
-
-def _value(prior: Prior, z: Tensor) -> Tensor:
-    value = prior.value(z)
-    return value.flatten(1).sum(1) if prior.separable else value

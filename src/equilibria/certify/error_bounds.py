@@ -26,8 +26,6 @@ from equilibria.problems.problem import HiddenProblem, Problem
 
 from .rounding import norm, residual_rounding, subgradient_rounding
 
-__all__ = ["error_bound", "local_modulus", "tight_curvature"]
-
 _UP = 1.0 + 32 * UNIT  # the last few operations of a bound, each rounded once
 
 

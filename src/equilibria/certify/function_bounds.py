@@ -18,8 +18,6 @@ from equilibria.engine.tree import sample_norm
 from equilibria.problems.norms import SAFETY, UNIT, dense_norm, sum_error
 from equilibria.problems.operators import ConvOperator, DenseOperator
 
-__all__ = ["RULES", "UP", "named"]
-
 UP = 1.0 + 1e-13
 Bound = tuple[float, Tensor | float]
 Rule = Callable[[Tensor, Any, Any, Tensor], "Bound | None"]

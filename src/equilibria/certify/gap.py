@@ -23,8 +23,6 @@ from equilibria.problems.splitting import Composite, duality_gap, split
 from .claims import refuted_bounds, refuted_prox
 from .guarantee import Guarantee, Proven, Rows, spread, where_known
 
-__all__ = ["GapCertificate", "certify_sum"]
-
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class GapCertificate(Proven):

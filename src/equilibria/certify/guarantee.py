@@ -14,19 +14,6 @@ from torch import Tensor
 
 from equilibria.engine.result import ConvergenceWarning, Solution
 
-__all__ = [
-    "SAMPLED",
-    "Guarantee",
-    "Guaranteed",
-    "Proven",
-    "Rows",
-    "aligned",
-    "number",
-    "solved",
-    "spread",
-    "where_known",
-]
-
 Rows = list[tuple[str, str]]
 
 

@@ -28,8 +28,6 @@ from equilibria.engine.result import Solution
 
 from .network import Solve, TrackedNetwork, plain_copy
 
-__all__ = ["LabelCertificate", "LabelStopping"]
-
 _MOST = 64
 """Steps to try where the network's own solver stops by a tolerance."""
 

@@ -20,10 +20,9 @@ from torch.utils import _pytree as pytree
 from equilibria.engine.spectral import spectral_radius
 from equilibria.engine.tree import flatten_state, sample_norm
 from equilibria.problems.norms import UNIT
+from equilibria.problems.parts import in_double
 
 from .guarantee import Guarantee, Guaranteed, Proven, Rows, spread, where_known
-
-__all__ = ["CompositeCertificate", "MapCertificate", "certify_map"]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -193,7 +192,7 @@ def _in_double(
     model: GeneralMap, x: Any, z: Any, notes: list[str]
 ) -> tuple[GeneralMap, Any, tuple[Any, ...], Any]:
     """The layer and its map on the same numbers in float64, or where it takes no other, its own."""
-    wide, state = (pytree.tree_map(_double, t) for t in (x, z))
+    wide, state = (pytree.tree_map(in_double, t) for t in (x, z))
     twin = copy.deepcopy(model).double()
     try:
         fn, injected = twin.bound_step(), twin.inject(wide)
@@ -205,7 +204,3 @@ def _in_double(
         own = pytree.tree_map(lambda t: t.detach(), z)
         return model, model.bound_step(), model.inject(x), own
     return twin, fn, injected, state
-
-
-def _double(t: Any) -> Any:
-    return t.detach().double() if isinstance(t, Tensor) and t.is_floating_point() else t

@@ -42,8 +42,6 @@ from .guarantee import SAMPLED, Guarantee, solved, where_known
 from .map_certificate import MapCertificate
 from .rounding import direct_convolutions
 
-__all__ = ["certify_monotone", "entrywise"]
-
 _UP = 1.0 + 1e-12
 
 

@@ -45,17 +45,6 @@ from .monotone_layer import entrywise
 from .rounding import direct_convolutions
 from .tracked import CannotFollowError, NoEscape, Tracked
 
-__all__ = [
-    "Enclosed",
-    "NetworkCertificate",
-    "TrackedNetwork",
-    "certify",
-    "certify_network",
-    "check_norm",
-    "plain_copy",
-    "tight_solver",
-]
-
 Solve = Callable[..., Solution[Any]]
 Solved = Callable[[str, Any, Solve, Tensor, Any], Solution[Any]]
 
@@ -189,7 +178,7 @@ class TrackedNetwork:
     """
 
     def __init__(self, model: nn.Module, solved: Solved = _tightly) -> None:
-        self.name, self.notes = type(model).__name__, list[str]()
+        self.name = type(model).__name__
         if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
             raise TypeError(
                 f"certify cannot follow the scripted modules of {self.name}; give the network as "
@@ -198,7 +187,7 @@ class TrackedNetwork:
         self.network = plain_copy(model).double()
         inside: set[nn.Module] = set()  # of modules that answer for all that they hold
         for name, module in self.network.named_modules():
-            _intercept(name, module, self.notes, solved, tracked=module not in inside)
+            _intercept(name, module, solved, tracked=module not in inside)
             if hasattr(module, "enclose"):
                 inside |= set(module.modules()) - {module}
 
@@ -207,10 +196,9 @@ class TrackedNetwork:
     def certify(self, x: Tensor, norm: str = "2") -> NetworkCertificate:
         """What is proven of the labels of x [B, ...] by the states that the solves gave."""
         check_norm(norm)
-        self.notes.clear()
         exact = x.detach().double().clone()
         lipschitz = 1.0 if norm == "2" else math.sqrt(math.prod(x.shape[1:])) * UP
-        start = Tracked.wrap(exact, lipschitz, exact.new_zeros(len(x)), self.notes)
+        start = Tracked.wrap(exact, lipschitz, exact.new_zeros(len(x)), notes=[])
         start.entries = None if norm == "2" else exact.new_ones((1, *x.shape[1:]))
         with warnings.catch_warnings(), direct_convolutions(x), NoEscape():
             warnings.simplefilter("ignore", ConvergenceWarning)
@@ -223,12 +211,10 @@ class TrackedNetwork:
                 f"certify takes a network with logits [B, classes], and {self.name} gave "
                 f"{getattr(logits, 'shape', type(logits).__name__)}."
             )
-        logits = logits.current()
-        found = _judged(logits, tuple(dict.fromkeys(self.notes)))
-        return dataclasses.replace(found, norm=norm)
+        return _judged(logits.current(), norm)
 
 
-def _judged(logits: Tracked, notes: tuple[str, ...]) -> NetworkCertificate:
+def _judged(logits: Tracked, norm: str) -> NetworkCertificate:
     values = logits.plain()
     label = values.argmax(1)
     margin = values.gather(1, label[:, None]) - values
@@ -249,7 +235,9 @@ def _judged(logits: Tracked, notes: tuple[str, ...]) -> NetworkCertificate:
     radii = torch.where(radii > 0.0, radii, 0.0)  # NaN too
     radii.scatter_(1, label[:, None], math.inf)
     radius, nearest = radii.min(1)
-    return NetworkCertificate(label, radius, nearest, values, logits.error, logits.lipschitz, notes)
+    notes = tuple(dict.fromkeys(logits.notes))
+    known = logits.error, logits.lipschitz
+    return NetworkCertificate(label, radius, nearest, values, *known, notes, norm)
 
 
 def plain_copy(model: nn.Module) -> nn.Module:
@@ -269,9 +257,7 @@ def _made(constrained: nn.Module) -> Tensor:
     return made
 
 
-def _intercept(
-    name: str, module: nn.Module, notes: list[str], solved: Solved, *, tracked: bool
-) -> None:
+def _intercept(name: str, module: nn.Module, solved: Solved, *, tracked: bool) -> None:
     """Let the module answer with bounds when it is called with a tracked tensor."""
     changed: Any = module
     if isinstance(module, Enclosing):
@@ -281,7 +267,7 @@ def _intercept(
         if not tracked:  # the module around it asks for the solve, and for what is proven
             changed.solve = inner
             return
-        changed.solve = partial(_solved, name or "(the network)", module, inner, notes)
+        changed.solve = partial(_solved, name or "(the network)", module, inner)
         changed.observed_solve = changed.solve  # which forward calls
 
 
@@ -301,13 +287,7 @@ def _plainly(
 
 
 def _solved(
-    name: str,
-    layer: Any,
-    solve: Solve,
-    notes: list[str],
-    x: Tracked,
-    z0: Any = None,
-    **options: Any,
+    name: str, layer: Any, solve: Solve, x: Tracked, z0: Any = None, **options: Any
 ) -> Solution[Any]:
     """A solve whose answer carries what the layer's certificate proves."""
     x = x.current()
@@ -315,7 +295,7 @@ def _solved(
         solution = solve(x.plain(), z0, **options)
         found = distance(layer, x.plain(), solution.value)
     if found.lipschitz is None:
-        notes.append(f"layer {name}: {found.note}")
+        x.notes.append(f"layer {name}: {found.note}")
     constant = math.inf if found.lipschitz is None else found.lipschitz
     wrap = partial(x.passed, constant=constant, own=found.error)
     value = pytree.tree_map_only(Tensor, wrap, solution.value)

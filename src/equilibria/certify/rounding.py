@@ -15,9 +15,8 @@ from torch import Tensor
 
 from equilibria.engine.tree import sample_norm
 from equilibria.problems.norms import FUNCTION, SAFETY, UNIT, sum_error
+from equilibria.problems.priors import step_of_samples, step_tensor
 from equilibria.problems.problem import HiddenProblem, Problem
-
-__all__ = ["direct_convolutions", "norm", "residual_rounding", "subgradient_rounding"]
 
 
 def direct_convolutions(z: Tensor) -> AbstractContextManager[None]:
@@ -28,12 +27,6 @@ def direct_convolutions(z: Tensor) -> AbstractContextManager[None]:
 def norm(t: Tensor) -> Tensor:
     """‖·‖ of each sample, [B]."""
     return sample_norm([t])
-
-
-def _column(values: Tensor | float, z: Tensor) -> Tensor:
-    """A number, or one per sample [B], as a tensor that broadcasts over z."""
-    column = torch.as_tensor(values, dtype=z.dtype, device=z.device)
-    return column.reshape(-1, *[1] * (z.ndim - 1)) if column.ndim == 1 else column
 
 
 def _force_error(problem: HiddenProblem, z: Tensor) -> Tensor | None:
@@ -55,17 +48,16 @@ def residual_rounding(
     ``image`` is the computed T_τ(z); everything in float64. With a τ other than 1 it is derived
     for piecewise linear proxes alone; at τ = 1 for every prior that states its ``shift``.
     """
-    force_off = _force_error(problem, z)
+    force_off, step = _force_error(problem, z), step_tensor(step_of_samples(tau, z), z)
     shift = problem.effective_prior.shift if isinstance(problem, Problem) else None
     if force_off is None or shift is None or not isinstance(problem, Problem):
         # n + 64 roundings of everything in sight.
         scale = norm(z) + norm(image) + norm(problem.gradient(z))
         delta = SAFETY * sum_error(z[0].numel() + 64) * scale
         if isinstance(problem, Problem):  # a prox by an inner solve
-            argument = z - problem.gradient(z) * _column(tau, z)
+            argument = z - problem.gradient(z) * step
             delta = delta + problem.effective_prior.prox_error(argument, tau)
         return delta, False
-    step = _column(tau, z)
     force = z.abs() + problem.gradient(z).abs()
     gap = (z - image).abs()
     argument = (1.0 - step).abs() * z.abs() + step * force

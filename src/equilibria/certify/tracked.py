@@ -19,8 +19,6 @@ from equilibria.problems.norms import SAFETY, UNIT
 
 from .function_bounds import RULES, UP, named
 
-__all__ = ["CannotFollowError", "NoEscape", "Tracked"]
-
 
 class CannotFollowError(Exception):
     """Why a network is not certified. No TypeError: an operator would take that as a hint to try

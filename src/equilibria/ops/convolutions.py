@@ -6,8 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["convolve", "convolve_add_relu", "padding"]
-
 
 def padding(weight: Tensor) -> list[int]:
     return [k // 2 for k in weight.shape[2:]]

@@ -20,18 +20,6 @@ from torch import Tensor
 from equilibria.engine.transforms import may_keep, may_reuse, version
 from equilibria.engine.tree import accumulation_dtype
 
-__all__ = [
-    "gaussian_energies",
-    "gaussian_message",
-    "gaussian_message_jvp",
-    "gaussian_weights",
-    "merge_rows",
-    "permuted",
-    "plain_message",
-    "restored",
-    "split_rows",
-]
-
 
 def _per_row(gamma: float | Tensor) -> float | Tensor:
     """γ of shape [B] as [B, 1], to stand beside energies [B, P]; scalars unchanged."""

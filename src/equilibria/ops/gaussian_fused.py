@@ -18,8 +18,6 @@ from equilibria.engine.spectral import pull_with_graph
 from . import gaussian_triton as kernels
 from .gaussian import plain_message, restored
 
-__all__ = ["message", "row_energies"]
-
 
 def message(
     a: Tensor, c: Tensor, metric: Tensor, gamma: Tensor, channels: int, size: int

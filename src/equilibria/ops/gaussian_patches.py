@@ -20,29 +20,7 @@ from torch import Tensor
 from equilibria.engine.spectral import pull_with_graph
 from equilibria.engine.transforms import functorch_active, transforms_active
 
-from .gaussian import (
-    gaussian_energies,
-    merge_rows,
-    permuted,
-    plain_message,
-    restored,
-    split_rows,
-)
-
-__all__ = [
-    "TRITON",
-    "can_fuse",
-    "can_unshuffle",
-    "fused_message",
-    "merge_planes",
-    "merge_rows",
-    "patch_energies",
-    "permuted",
-    "plain_message",
-    "plane_rows",
-    "restored",
-    "split_rows",
-]
+from .gaussian import gaussian_energies, merge_rows, permuted, restored, split_rows
 
 Cut = tuple[int, int]
 """(c_s, p): the channels of a patch and the length of its sides."""

@@ -16,10 +16,15 @@ from equilibria.engine.transforms import transforms_active
 from equilibria.engine.tree import sample_norm
 
 from .convolutions import convolve, convolve_add_relu
-from .gaussian import gaussian_message, gaussian_message_jvp
-from .gaussian_patches import TRITON, Cut, can_fuse, merge_rows, permuted, restored, split_rows
-
-__all__ = ["PatchMessage", "ReluMessage", "judge", "mean_rate", "residual_norms", "threshold_sum"]
+from .gaussian import (
+    gaussian_message,
+    gaussian_message_jvp,
+    merge_rows,
+    permuted,
+    restored,
+    split_rows,
+)
+from .gaussian_patches import TRITON, Cut, can_fuse
 
 
 class PatchMessage:
@@ -67,16 +72,9 @@ class PatchMessage:
             from . import gaussian_triton as kernels
 
             given = a, self.c, self._metric, self._rate, g, *self.cut
-            dr, dm, dgamma = kernels.backward(
-                *given, with_metric, with_gamma, kernels.direct, scale
-            )
-            found = restored(dm, *self.cut) if with_metric else None
-            return dr, found, dgamma if with_gamma else None
-        return self._plain_pull(a, g, scale, with_metric, with_gamma)
-
-    def _plain_pull(
-        self, a: Tensor, g: Tensor, scale: float, with_metric: bool, with_gamma: bool
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+            found = kernels.backward(*given, with_metric, with_gamma, kernels.direct, scale)
+            metric = restored(found[1], *self.cut) if with_metric else None
+            return found[0], metric, found[2] if with_gamma else None
         rows, up = self._rows(a), scale * split_rows(self._sound(g), *self.cut)
         # The derivative of the message is symmetric: what pushes forward pulls back.
         dr = self._merge(gaussian_message_jvp(rows, up, self.metric, self.gamma))

@@ -34,8 +34,6 @@ from torch import Tensor
 
 from equilibria.engine.transforms import products_take_tf32
 
-__all__ = ["backward", "direct", "energies", "energies_backward", "forward"]
-
 
 class Plan(NamedTuple):
     """How a kernel is launched."""

@@ -20,8 +20,6 @@ from torch import Tensor
 
 from equilibria.engine.result import Result
 
-__all__ = ["judge", "masked_sum", "mean_rate", "residual_norms"]
-
 _BLOCK = 4096
 _WARPS = 8
 

@@ -17,8 +17,6 @@ from equilibria.engine.transforms import functorch_active, transforms_active
 
 from .gaussian_patches import TRITON
 
-__all__ = ["average_pool"]
-
 _TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 

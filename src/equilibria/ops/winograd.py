@@ -20,8 +20,6 @@ from torch import Tensor
 from equilibria.engine.spectral import pull_with_graph
 from equilibria.engine.transforms import for_any_mode, functorch_active, transforms_active
 
-__all__ = ["can_use_winograd", "transformed_weight", "winograd"]
-
 _G = (
     (1 / 4, 0.0, 0.0),
     (-1 / 6, -1 / 6, -1 / 6),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -24,7 +25,7 @@ from equilibria.ops.gaussian_patches import (
     plane_rows,
 )
 from equilibria.problems.gamma import GammaPolicy, as_gamma
-from equilibria.problems.kernels import LARGE, Curvature, ImageCoupling, Reasoned, unproven
+from equilibria.problems.kernels import LARGE, Curvature, ImageCoupling, Reasoned
 from equilibria.problems.norms import (
     FUNCTION,
     UNIT,
@@ -41,6 +42,7 @@ from equilibria.problems.norms import (
 from equilibria.problems.operators import (
     ConvOperator,
     DenseOperator,
+    LinearOperator,
     SeparableConvOperator,
     Weights,
 )
@@ -147,7 +149,6 @@ class Gaussian(ImageCoupling):
         else:
             self.policy = as_gamma(gamma)
             self.gamma = self.policy(self._start_energies())
-        self._mu_upper: dict[tuple[bool, tuple[int, ...]], float] = {}
 
     def at(self, c: Tensor) -> Self:
         """The same weights at another c, not checked anew; γ is that of the policy there."""
@@ -280,10 +281,7 @@ class Gaussian(ImageCoupling):
         patches) takes A as the one strided convolution that it is: tighter, and slower to compute.
         Where W_h scales all directions alike, as a fresh one does, the product is as close.
         """
-        key = tight, self._image_shape()
-        if key not in self._mu_upper:
-            self._mu_upper[key] = self._compute_mu_upper(tight)
-        return self._mu_upper[key]
+        return self._once(("mu", tight), partial(self._compute_mu_upper, tight))
 
     def _compute_mu_upper(self, tight: bool) -> float:
         if self.metric is None:
@@ -325,8 +323,7 @@ class Gaussian(ImageCoupling):
             return w.adjoint(self._merge(rows if metric is None else rows @ metric, wv), shape)
 
         upper = self.mu_upper(tight=tight)
-        estimate = estimated_norm(gram, shape, dtype=w.dtype, device=w.device)
-        return NormBound(min(estimate, upper), upper)
+        return estimated_norm(gram, shape, upper, dtype=w.dtype, device=w.device)
 
     def curvature(self, *, tight: bool = False) -> Curvature:
         """−2e^{−3/2}μ² ≤ ∇²q ≤ μ², whatever γ and z (docs/facts.md, fact 1)."""
@@ -368,12 +365,8 @@ class Gaussian(ImageCoupling):
     def tight_local_curvature(self, z: Tensor) -> Curvature:
         return self.local_curvature(z, tight=True)
 
-    def rounding_error(self, z: Tensor) -> Tensor | None:
+    def _rounding(self, z: Tensor, size: LinearOperator, terms: int) -> Tensor:
         """∇q = Wᵀ merge(e v), v = rM, s = ⟨r, v⟩, e = exp(−γs), r = Wz − c, line by line."""
-        magnitude = self.operator.magnitude()
-        if magnitude is None:
-            return None
-        size, terms = magnitude
         gamma = self.gamma.unsqueeze(-1)
         wz = self.operator(z)
         r = self._rows(wz - self.c)
@@ -412,9 +405,6 @@ class Gaussian(ImageCoupling):
         """Λ(μ) for a fixed γ; one that changes with the input changes the map too, detached or not:
         its policy has a factor F, Λ = Fμ/m, or none.
         """
-        missing = unproven(modulus, reach)
-        if missing is not None:
-            return None, missing
         policy, mu = self.policy, self.mu_upper(tight=True)
         if policy is None and in_x:
             return None, "γ came as a tensor, so it may depend on x; lipschitz_local holds γ fixed"

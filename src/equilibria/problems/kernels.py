@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from equilibria.problems.operators import LinearOperator, Weights, as_operator
 from equilibria.problems.parts import Part
 from equilibria.problems.priors import Prior, at_least_float32, per_sample_sum
 
+T = TypeVar("T")
 Reasoned = tuple[float | None, str]  # a constant or None, and why
 
 SIGMOID_CURVATURE = 4.0 / (3.0 * math.sqrt(3.0))  # max of |2t(1 − t²)| over −1 ≤ t ≤ 1
@@ -64,13 +65,6 @@ def inner(a: Tensor, b: Tensor) -> Tensor:
     return per_sample_sum(a.to(dtype) * b.to(dtype))
 
 
-def unproven(modulus: float, reach: float) -> str | None:
-    """Why no Lipschitz constant follows from these two numbers; None where one does."""
-    if not modulus > 0.0:
-        return "the equilibrium is not certified to be unique for every input"
-    return None if math.isfinite(reach) else "no bound on the norm of U is known"
-
-
 def _scaled(weight: Tensor, t: Tensor) -> Tensor:
     """weight[b]·t[b] in the dtype of t. [B], [B, ...] → [B, ...]."""
     return (per_sample(weight, t) * t).to(t.dtype)
@@ -91,7 +85,7 @@ class Coupling(Part, ABC):
             raise ValueError(f"c must be [B, ...], batch first; got shape {tuple(c.shape)}.")
         self.operator = as_operator(W)
         self.c = c
-        self._norms: dict[tuple[int, ...] | None, float] = {}
+        self._kept: dict[Any, Any] = {}
 
     def __add__(self, other: Coupling) -> SumCoupling:
         """q₁ + q₂, each with its own operator: a problem at several scales is one problem."""
@@ -122,9 +116,10 @@ class Coupling(Part, ABC):
     def curvature(self) -> Curvature:
         """Bounds on the spectrum of ∇²q(z) that hold for every z."""
 
-    @abstractmethod
     def local_curvature(self, z: Tensor) -> Curvature:
-        """Bounds on the spectrum of ∇²q at this z, per sample."""
+        """Bounds on the spectrum of ∇²q at this z, per sample; by default those for every z."""
+        self.check_state(z)
+        return self.curvature()
 
     @abstractmethod
     def check_state(self, z: Tensor) -> None:
@@ -159,8 +154,8 @@ class Coupling(Part, ABC):
     def lipschitz(self, modulus: float, rest: Tensor, reach: float, *, in_x: bool) -> Reasoned:
         """A Lipschitz constant of x → z* (``in_x``) or c → z* for all inputs, or None; and why.
 
-        ``modulus`` is that of the smooth part for every input, ``rest`` that without q, and
-        ``reach`` a bound on ‖x → c̃‖, or on ‖c → c̃‖.
+        ``modulus`` > 0 is that of the smooth part for every input, ``rest`` that without q, and
+        ``reach`` a finite bound on ‖x → c̃‖, or on ‖c → c̃‖.
         """
         return None, f"no constant is derived for {type(self).__name__}"
 
@@ -204,12 +199,18 @@ class Coupling(Part, ABC):
         return {"norm": operator.norm(in_shape) if small else NormBound(0.0, self.norm_upper())}
 
     def norm_upper(self) -> float:
-        """Rigorous ‖W‖₂, computed on first use and kept: the weights are taken as constant."""
-        shape = self._image_shape()
-        if shape not in self._norms:
-            w = self.operator
-            self._norms[shape] = w.norm_upper() if shape is None else w.norm_upper_on(shape)
-        return self._norms[shape]
+        """Rigorous ‖W‖₂; for maps as large as c, where c determines the shape of Wz."""
+        shape, w = self._image_shape(), self.operator
+        bound = w.norm_upper if shape is None else partial(w.norm_upper_on, shape)
+        return self._once("norm", bound)
+
+    def _once(self, name: object, compute: Callable[[], T]) -> T:
+        """Computed on first use for a shape of Wz, and kept: weights are taken as constant."""
+        key = name, self._image_shape()
+        if key not in self._kept:
+            self._kept[key] = compute()
+        found: T = self._kept[key]
+        return found
 
     def _image_shape(self) -> tuple[int, ...] | None:
         """The shape of Wz, where c determines it."""
@@ -244,6 +245,14 @@ class ImageCoupling(Coupling):
         start = self.c.new_zeros(tuple(shape))
         self.check_state(start)
         return start
+
+    def rounding_error(self, z: Tensor) -> Tensor | None:
+        magnitude = self.operator.magnitude()
+        return None if magnitude is None else self._rounding(z, *magnitude)
+
+    @abstractmethod
+    def _rounding(self, z: Tensor, size: LinearOperator, terms: int) -> Tensor:
+        """``rounding_error`` for W of the magnitude |W| = ``size``, so many terms in a sum."""
 
 
 class _WithLinearTerm(Coupling):
@@ -404,9 +413,6 @@ class Linear(_WithLinearTerm):
 
     def lipschitz(self, modulus: float, rest: Tensor, reach: float, *, in_x: bool) -> Reasoned:
         """‖U‖/m."""
-        missing = unproven(modulus, reach)
-        if missing is not None:
-            return None, missing
         return reach / modulus * (1.0 + 1e-14), "every input: ‖U‖/m"
 
     def value_gradient(self, z: Tensor) -> Tensor:
@@ -598,12 +604,8 @@ class Activated(ImageCoupling):
         pulled = self.operator.adjoint(slope * self.operator(v), z.shape[1:])
         return pulled * (-1.0 / self.nu)
 
-    def rounding_error(self, z: Tensor) -> Tensor | None:
+    def _rounding(self, z: Tensor, size: LinearOperator, terms: int) -> Tensor:
         """∇q = −(1/ν)Wᵀσ(v), v = Wz + c, line by line."""
-        magnitude = self.operator.magnitude()
-        if magnitude is None:
-            return None
-        size, terms = magnitude
         v = self.operator(z) + self.c
         a = self.prior.activation(v)
         off = sum_error(terms) * size(z.abs()) + 2 * UNIT * v.abs()
@@ -612,9 +614,6 @@ class Activated(ImageCoupling):
 
     def lipschitz(self, modulus: float, rest: Tensor, reach: float, *, in_x: bool) -> Reasoned:
         """m‖Δz‖² ≤ (1/ν)⟨WΔz, Δσ⟩ with σ moved by c alone: L_σ‖W‖/(νm)."""
-        missing = unproven(modulus, reach)
-        if missing is not None:
-            return None, missing
         found = self._steepness() / modulus * (1.0 + 1e-14)
         return found * reach, "every input: L_σ‖W‖/(νm)·‖U‖"
 
@@ -633,13 +632,9 @@ class Activated(ImageCoupling):
         """−(L_σ/ν)‖W‖² ≤ ∇²q ≤ 0."""
         lower = -self.prior.expansion * self.norm_upper() ** 2 / self.nu
         note = "every z: ∇²q = −(1/ν)Wᵀ diag(σ′)W, 0 ≤ σ′ ≤ L_σ"
-        # The L_σ of a sampled activation is a measurement.
+        # The L_σ of a sampled activation is a measurement. No closer bound holds at one z: σ′ jumps
+        # at kinks.
         return Curvature(lower, 0.0, not self.prior.sampled, note)
-
-    def local_curvature(self, z: Tensor) -> Curvature:
-        """The global bounds: σ′ jumps at kinks, where a bound at one point says nothing."""
-        self.check_state(z)
-        return self.curvature()
 
 
 class SumCoupling(Coupling):

@@ -353,15 +353,17 @@ def patched_kernel(
 def estimated_norm(
     gram: Callable[[Tensor], Tensor],
     shape: Sequence[int],
+    upper: float,
     *,
     dtype: torch.dtype,
     device: torch.device,
-) -> float:
-    """√λmax of a positive semidefinite map z → AᵀAz by Lanczos's method: from below, to rounding.
+) -> NormBound:
+    """‖A‖₂ from z → AᵀAz by Lanczos's method, from below to rounding, beside a bound on it.
 
     Two fixed starts run side by side in the batch, and the larger value is returned.
     """
     source = torch.Generator().manual_seed(0)
     work = torch.promote_types(dtype, torch.float32)
     start = torch.randn((2, *shape), generator=source, dtype=work).to(device)
-    return math.sqrt(max(float(top_ritz(lambda v: gram(v.to(dtype)).to(work), start).amax()), 0.0))
+    top = float(top_ritz(lambda v: gram(v.to(dtype)).to(work), start).amax())
+    return NormBound(min(math.sqrt(max(top, 0.0)), upper), upper)

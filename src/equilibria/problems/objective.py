@@ -20,17 +20,10 @@ from torch.utils import _pytree as pytree
 
 from equilibria.engine.transforms import transforms_active
 from equilibria.engine.tree import per_sample
-from equilibria.problems.kernels import (
-    Coupling,
-    Curvature,
-    ImageCoupling,
-    Reasoned,
-    inner,
-    unproven,
-)
-from equilibria.problems.norms import UNIT, exact, sum_error, top_ritz
-from equilibria.problems.operators import IdentityOperator, Weights
-from equilibria.problems.parts import replaced
+from equilibria.problems.kernels import Coupling, Curvature, ImageCoupling, Reasoned, inner
+from equilibria.problems.norms import UNIT, sum_error, top_ritz
+from equilibria.problems.operators import IdentityOperator, LinearOperator, Weights
+from equilibria.problems.parts import in_double, replaced
 from equilibria.problems.priors import at_least_float32
 
 Function = Callable[..., Tensor]
@@ -45,12 +38,8 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _double(part: Any) -> Any:
-    """The same numbers in float64: tensors, modules, anything with ``in_double``."""
-    if isinstance(part, Tensor):
-        return exact(part) if part.is_floating_point() else part
-    if isinstance(part, nn.Module):
-        return copy.deepcopy(part).double()
-    return part.in_double() if hasattr(part, "in_double") else part
+    """The same numbers in float64, also of modules."""
+    return copy.deepcopy(part).double() if isinstance(part, nn.Module) else in_double(part)
 
 
 class Smooth(Coupling):
@@ -218,7 +207,6 @@ class LeastSquares(ImageCoupling):
         if (isinstance(weight, Tensor) and weight.numel() != 1) or not _float(weight) > 0.0:
             raise ValueError(f"LeastSquares(weight={weight!r}): expected one positive number.")
         self.weight = weight
-        self._known: dict[tuple[int, ...], Curvature] = {}  # by the size of c
 
     def _residual(self, z: Tensor) -> Tensor:
         self.check_state(z)
@@ -235,35 +223,21 @@ class LeastSquares(ImageCoupling):
         return self.weight * self.operator.adjoint(self.operator(v), z.shape[1:])
 
     def curvature(self) -> Curvature:
-        shape = self._image_shape()
-        if shape not in self._known:
-            w = _float(self.weight)
-            least, most = self.operator.norm_lower(), self.norm_upper()
-            low, high = w * least**2 * (1.0 - 4 * UNIT), w * most**2 * (1.0 + 4 * UNIT)
-            note = "every z: the Hessian is weight AᵀA"
-            self._known[shape] = Curvature(low, high, True, note)
-        return self._known[shape]
-
-    def local_curvature(self, z: Tensor) -> Curvature:
-        return self.curvature()
+        w, most = _float(self.weight), self.norm_upper()
+        least = self._once("least", self.operator.norm_lower)
+        low, high = w * least**2 * (1.0 - 4 * UNIT), w * most**2 * (1.0 + 4 * UNIT)
+        return Curvature(low, high, True, "every z: the Hessian is weight AᵀA")
 
     def hessian_lipschitz(self) -> float:
         return 0.0
 
-    def rounding_error(self, z: Tensor) -> Tensor | None:
-        magnitude = self.operator.magnitude()
-        if magnitude is None:
-            return None
-        size, terms = magnitude
+    def _rounding(self, z: Tensor, size: LinearOperator, terms: int) -> Tensor:
         r = self._residual(z).abs()
         off = sum_error(terms + 2) * (size(z.abs()) + self.c.abs() + r)
         return _float(self.weight) * (1 + 8 * UNIT) * size.adjoint(off + 4 * UNIT * r, z.shape[1:])
 
     def lipschitz(self, modulus: float, rest: Tensor, reach: float, *, in_x: bool) -> Reasoned:
         """``weight |A| reach/m``: the derivative of the gradient in c is ``-weight A'``."""
-        missing = unproven(modulus, reach)
-        if missing is not None:
-            return None, missing
         return self._steep() * reach / modulus, "every input: weight ‖A‖/m·‖U‖"
 
     def _steep(self) -> float:

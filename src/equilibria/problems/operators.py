@@ -93,7 +93,7 @@ class LinearOperator(ABC):
         return None
 
     weight: Tensor
-    """The weights, or some of them; an operator without overrides ``dtype`` and ``device``."""
+    """The weights, some of them, or an empty tensor of their dtype and device."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -113,8 +113,7 @@ class LinearOperator(ABC):
         upper = self.norm_upper_on(self.output_shape(shape))
         w = self.cast(torch.float64)
         gram = lambda v: w.adjoint(w(v), shape)  # noqa: E731
-        estimate = estimated_norm(gram, shape, dtype=w.dtype, device=w.device)
-        return NormBound(min(estimate, upper), upper)
+        return estimated_norm(gram, shape, upper, dtype=w.dtype, device=w.device)
 
 
 class _OfOneShape(LinearOperator):
@@ -554,8 +553,8 @@ class ModuleOperator(_OfOneShape):
         owned = [p for module in modules for p in module.parameters()]
         self._forward, self._adjoint = forward, adjoint
         self._in_shape = tuple(in_shape)
-        self._dtype = dtype or (owned[0].dtype if owned else torch.float32)
-        self._device = torch.device(device or (owned[0].device if owned else "cpu"))
+        like = owned[0] if owned else torch.empty(0, dtype=torch.float32, device="cpu")
+        self.weight = torch.empty(0, dtype=dtype or like.dtype, device=device or like.device)
         self.norm_bound = norm_bound
         super().__init__("The module W", in_shape, self._dot_test())
 
@@ -565,7 +564,7 @@ class ModuleOperator(_OfOneShape):
         try:
             return self._dot_test_in(*double, torch.float64)
         except (RuntimeError, TypeError):
-            return self._dot_test_in(self._forward, self._adjoint, self._dtype)
+            return self._dot_test_in(self._forward, self._adjoint, self.dtype)
 
     def _dot_test_in(
         self,
@@ -577,7 +576,7 @@ class ModuleOperator(_OfOneShape):
 
         def draw(shape: Sequence[int]) -> Tensor:
             t = torch.randn((3, *shape), generator=source, dtype=torch.float64)
-            return t.to(self._device, dtype)
+            return t.to(self.device, dtype)
 
         z = draw(self._in_shape)
         wz = forward(z)
@@ -644,18 +643,10 @@ class ModuleOperator(_OfOneShape):
         shape, apply = self._in_shape, self._forward
         if n_out < n_in:
             shape, apply = self._out_shape, self._adjoint
-        eye = torch.eye(min(n_in, n_out), dtype=self._dtype, device=self._device)
+        eye = torch.eye(min(n_in, n_out), dtype=self.dtype, device=self.device)
         columns = [apply(part.reshape(-1, *shape)).flatten(1) for part in torch.split(eye, 64)]
         matrix = exact(torch.cat(columns))
-        return dense_norm(matrix).upper + 4 * torch.finfo(self._dtype).eps * float(matrix.norm())
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self._device
+        return dense_norm(matrix).upper + 4 * torch.finfo(self.dtype).eps * float(matrix.norm())
 
 
 def _in_double(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

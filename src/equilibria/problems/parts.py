@@ -25,11 +25,12 @@ def replaced(part: P, **changes: object) -> P:
     return twin
 
 
-def _in_double(value: Any) -> Any:
+def in_double(value: Any) -> Any:
+    """The same numbers, detached and in float64: of tensors, of parts and operators, of tuples."""
     if isinstance(value, Tensor):
         return exact(value) if value.is_floating_point() else value
     if isinstance(value, tuple):
-        return tuple(map(_in_double, value))
+        return tuple(map(in_double, value))
     return value.in_double() if hasattr(value, "in_double") else value
 
 
@@ -72,4 +73,4 @@ class Part:
 
     def in_double(self) -> Self:
         """The same on the same numbers, detached and in float64, and so its parts."""
-        return replaced(self, **{name: _in_double(value) for name, value in vars(self).items()})
+        return replaced(self, **{name: in_double(value) for name, value in vars(self).items()})

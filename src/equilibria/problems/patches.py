@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from equilibria.engine.options import check_number, options
-from equilibria.ops.gaussian_patches import merge_rows, split_rows
+from equilibria.ops.gaussian import merge_rows, split_rows
 
 
 @options

@@ -139,25 +139,24 @@ class Composite(HiddenProblem):
             raise TypeError("Composite: z has no known shape without a smooth part; give z0")
         return rows[0].new_zeros((rows[0].shape[0], *state) if shape is None else tuple(shape))
 
-    # (H + rho (sum K'K [+ I])) z = rhs, for a quadratic g.
+    # (H + rho (sum K'K [+ I])) z = rhs, for a quadratic g; with I where ``has_prior``.
 
-    def normal(self, v: Tensor, rho: float, *, own: bool) -> Tensor:
-        found = rho * (self.pull(self.images(v), v) + (v if own else 0.0))
+    def normal(self, v: Tensor, rho: float) -> Tensor:
+        found = rho * (self.pull(self.images(v), v) + (v if self.has_prior else 0.0))
         return found if self.smooth is None else found + self.smooth.hvp(v, v)
 
     @torch.no_grad()
-    def factor(self, z: Tensor, rho: float, *, own: bool) -> Tensor | None:
+    def factor(self, z: Tensor, rho: float) -> Tensor | None:
         """The inverse of the matrix, ``[n, n]``; None where ``inverse`` is there to do it."""
         if self.inverse is not None:
             probe = torch.linspace(1.0, 2.0, z[0].numel(), dtype=z.dtype, device=z.device)
             probe = probe.reshape(1, *z.shape[1:]).expand_as(z)
-            off = (
-                (self.normal(self.inverse(probe, rho), rho, own=own) - probe).flatten(1).norm(dim=1)
-            )
+            off = (self.normal(self.inverse(probe, rho), rho) - probe).flatten(1).norm(dim=1)
             if host_may_read(off) and bool((off > 0.01 * probe[0].norm()).any()):
                 raise ValueError(
                     "Composite(inverse=...) does not solve (H + rho (sum K'K + P)) z = rhs, P = "
-                    f"{'I, as there is a prior' if own else '0'}, for the Hessian H of smooth."
+                    f"{'I, as there is a prior' if self.has_prior else '0'}, for the Hessian H of "
+                    "smooth."
                 )
             return None
         n = z[0].numel()
@@ -168,11 +167,11 @@ class Composite(HiddenProblem):
                 "Composite(inverse=...); ChambollePock() takes every smooth part and size."
             )
         eye = torch.eye(n, dtype=torch.float64, device=z.device).to(z.dtype)
-        matrix = self.normal(eye.reshape(n, *z.shape[1:]), rho, own=own).reshape(n, n).double()
+        matrix = self.normal(eye.reshape(n, *z.shape[1:]), rho).reshape(n, n).double()
         inverse: Tensor = torch.linalg.pinv(matrix, hermitian=True).to(z.dtype)
         return inverse
 
-    def solve(self, rhs: Tensor, rho: float, factor: Tensor | None, *, own: bool) -> Tensor:
+    def solve(self, rhs: Tensor, rho: float, factor: Tensor | None) -> Tensor:
         if factor is None:
             assert self.inverse is not None
             return self.inverse(rhs, rho)
@@ -183,7 +182,7 @@ class Composite(HiddenProblem):
         z = apply(rhs.detach())
         # Steps of refinement on the live numbers carry derivatives: the first and the second.
         for _ in range(2 if torch.is_grad_enabled() else 0):
-            z = z + apply(rhs - self.normal(z, rho, own=own))
+            z = z + apply(rhs - self.normal(z, rho))
         return z
 
 
@@ -232,13 +231,13 @@ class ADMM(SplittingOfSum):
     of a subgradient over that of ``z``."""
 
     def prepare(self, problem: Composite, z: Tensor) -> tuple[float, Tensor | None]:
-        rho, own = self.rho, problem.has_prior
+        rho = self.rho
         if rho is None:
             middle, high, norm = problem.sizes()
-            rho = middle / (norm + own) if high > 0 else 1.0
+            rho = middle / (norm + problem.has_prior) if high > 0 else 1.0
         if not math.isfinite(rho) or rho == 0.0:
             raise ValueError("ADMM: no bound on a norm is known; give rho")
-        return rho, problem.factor(z, rho, own=own)
+        return rho, problem.factor(z, rho)
 
     def start(self, problem: Composite, z: Tensor) -> State:
         return (*problem.images(z), *([z] if problem.has_prior else []))
@@ -251,7 +250,7 @@ class ADMM(SplittingOfSum):
         like = aim[-1] if own else problem.terms[0][1].adjoint(aim[0])
         rhs = rho * aim.pop() if own else torch.zeros_like(like)
         rhs = rhs + rho * problem.pull(aim, like) - problem.gradient(torch.zeros_like(like))
-        z = problem.solve(rhs, rho, factor, own=own)
+        z = problem.solve(rhs, rho, factor)
         new = tuple(s + b - a for a, b, s in zip(w, self.start(problem, z), u, strict=True))
         y = [rho * (s - a) for a, s in zip(w, u, strict=True)]
         return (new, w[-1], y[:-1]) if own else (new, z, y)
@@ -277,7 +276,7 @@ class DouglasRachford(SplittingOfSum):
                 "any number of terms."
             )
         gamma = self.gamma or 1.0 / problem.sizes()[0]
-        return gamma, problem.factor(z, 1.0 / gamma, own=True) if not problem.terms else None
+        return gamma, None if problem.terms else problem.factor(z, 1.0 / gamma)
 
     def start(self, problem: Composite, z: Tensor) -> State:
         return (z,)
@@ -290,7 +289,7 @@ class DouglasRachford(SplittingOfSum):
             w = problem.terms[0][0].prox(aim, gamma)
         else:
             rhs = aim / gamma - problem.gradient(torch.zeros_like(aim))
-            w = problem.solve(rhs, 1.0 / gamma, factor, own=True)
+            w = problem.solve(rhs, 1.0 / gamma, factor)
         return (u[0] + w - z,), z, [(aim - w) / gamma] if problem.terms else []
 
 
