@@ -28,6 +28,7 @@ from equilibria.engine import json_value
 from equilibria.engine.optional import needs
 from equilibria.engine.options import check_number, options
 from equilibria.evaluation import certify_model
+from equilibria.evaluation.explanation import doubted
 from equilibria.models import Network, OnnxNetwork
 from equilibria.nn import equilibrium_layers
 
@@ -80,13 +81,8 @@ class _Judge:
         self.certify = certify and proven
 
     def __call__(self, pixels: list[Tensor]) -> list[dict[str, Any]]:
-        made, doubts = [], []
-        for image in pixels:
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                made.append(self.model.preprocess(image, names=["the image"]))
-            doubts.append("; ".join(str(warning.message) for warning in caught) or None)
-        x = torch.cat(made)
+        made = [doubted(self.model, image, names=["the image"]) for image in pixels]
+        x = torch.cat([each for each, _ in made])
         found = self.model.predict_normalized(x, batch_size=len(x))
         proofs = self._certificates(x) if self.certify else [None] * len(x)
         return [
@@ -96,9 +92,9 @@ class _Judge:
                 "steps": answer.steps,
                 "converged": answer.converged,
                 "certificate": proof,
-                "warning": doubt,
+                "warning": "; ".join(doubts) or None,
             }
-            for answer, proof, doubt in zip(found, proofs, doubts, strict=True)
+            for answer, proof, (_, doubts) in zip(found, proofs, made, strict=True)
         ]
 
     def _certificates(self, x: Tensor) -> list[dict[str, Any] | None]:
