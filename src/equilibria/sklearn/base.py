@@ -6,6 +6,7 @@ import copy
 import math
 import sys
 from abc import abstractmethod
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
@@ -56,19 +57,6 @@ ADJOINT = Phantom(steps=3)
 POWER_ITERATIONS = 10
 
 
-class Network(nn.Module):
-    """y = V·layer(x) + a. x [B, features] → y [B, outputs]."""
-
-    def __init__(self, layer: nn.Module, hidden: int, outputs: int) -> None:
-        super().__init__()
-        self.layer = layer
-        self.head = nn.Linear(hidden, outputs)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.head(self.layer(x))
-        return y
-
-
 def build(
     choice: LayerChoice,
     features: int,
@@ -79,8 +67,10 @@ def build(
     solver: SolverOptions | None,
     adjoint: Adjoint | None,
     seed: int,
-) -> Network:
-    """A network on the CPU in float32, its weights drawn from ``seed`` alone.
+) -> nn.Sequential:
+    """y = V·layer(x) + a: x [B, features] → y [B, outputs]; parts ``layer`` and ``head`` (V, a).
+
+    The network is on the CPU in float32, its weights are drawn from ``seed`` alone.
 
     torch's layers draw from the global generator; it is lent to them and put back.
     """
@@ -109,35 +99,34 @@ def build(
                 f"layer(in_features={features}, hidden={hidden}) must return an nn.Module, got "
                 f"{type(layer).__name__}."
             )
-        return Network(layer, hidden, outputs)
+        return nn.Sequential(OrderedDict(layer=layer, head=nn.Linear(hidden, outputs)))
 
 
 @torch.no_grad()
-def _settle(network: Network) -> None:
+def _settle(network: nn.Module) -> None:
     """Converge the power iterations of all norm constraints on the present weights."""
-    held = [m for m in network.modules() if isinstance(m, parametrize.ParametrizationList)]
-    for steps in held:
-        for step in steps:
+    for held in network.modules():
+        for step in held if isinstance(held, parametrize.ParametrizationList) else ():
             if isinstance(step, OperatorNorm):
-                step.right_inverse(steps.original)
+                step.right_inverse(held.original)
 
 
 @contextmanager
-def training_solver(network: Network, solver: SolverOptions | None) -> Iterator[None]:
+def training_solver(network: nn.Module, solver: SolverOptions | None) -> Iterator[None]:
     """Within it, a layer with our default solver solves as closely as training needs.
 
     At its end the norm constraints are brought up to date.
     """
-    layer = network.layer
+    layer: Any = network.layer
     ours = solver is None and getattr(layer, "solver", None) == PREDICTION_SOLVER
     if ours:
-        layer.solver = TRAINING_SOLVER  # type: ignore[assignment]
+        layer.solver = TRAINING_SOLVER
     try:
         yield
     finally:
         _settle(network)
         if ours:
-            layer.solver = PREDICTION_SOLVER  # type: ignore[assignment]
+            layer.solver = PREDICTION_SOLVER
 
 
 @dataclass(frozen=True)
@@ -309,15 +298,18 @@ class BaseEquilibrium(BaseEstimator):  # type: ignore[misc]
         self._optimizer_state = optimizer.state_dict()
 
     def _begin(self, features: int, outputs: int, random: Any) -> None:
-        sizes, seed = (features, int(self.hidden), outputs), int(random.randint(2**31))
-        how: dict[str, Any] = {
-            "bound": float(self.bound),
-            "solver": self.solver,
-            "adjoint": self.adjoint,
-        }
-        network = build(self.layer, *sizes, seed=seed, **how)
+        network = build(
+            self.layer,
+            features,
+            int(self.hidden),
+            outputs,
+            bound=float(self.bound),
+            solver=self.solver,
+            adjoint=self.adjoint,
+            seed=int(random.randint(2**31)),
+        )
         self.device_ = _device(self.device)
-        self.module_: Network = network.to(device=self.device_, dtype=DTYPES[self.dtype]).eval()
+        self.module_ = network.to(device=self.device_, dtype=DTYPES[self.dtype]).eval()
         self._input_scaler = StandardScaler()
         self._shuffle_seed = 0
         self._optimizer_state = None
