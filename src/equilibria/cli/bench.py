@@ -11,8 +11,6 @@ from .console import fail, make_folder, output, print_json
 from .flags import numbers, pairs
 from .loading import Batch, Device, Json, ModelOption, Root, device_of, load, prepared
 
-__all__ = ["bench"]
-
 
 def bench(
     weights: Annotated[

@@ -155,7 +155,7 @@ def attacked_accuracy(
             seen += len(y)
             advance()
     found = torch.cat(lost)
-    if certified is not None:
+    if certified is not None and len(found):
         _check_certified(model, dataset, certified, found, torch.cat(points))
     return (len(dataset) - len(found)) / len(dataset)
 
@@ -175,7 +175,7 @@ def _check_certified(
         inside = far.cpu() < reach
         if inside.any():
             exact = network.certify(after[inside])
-            moved = exact.label.cpu() != dataset.targets[index[inside]]
+            moved = exact.label.cpu() != dataset.targets[index[inside]].cpu()
             wrong = moved & (exact.radius > 0.0).cpu()
             refuted += index[inside][wrong].tolist()
             early += int((~wrong).sum())

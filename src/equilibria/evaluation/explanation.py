@@ -38,8 +38,6 @@ from .model_on_data import evaluating
 from .rich_output import progress_bar
 from .saliency import gradcam
 
-__all__ = ["Explanation", "SolvedLayer", "explain"]
-
 _TOGETHER = 8  # images at a time
 
 

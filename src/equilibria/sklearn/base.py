@@ -105,10 +105,12 @@ def build(
 @torch.no_grad()
 def _settle(network: nn.Module) -> None:
     """Converge the power iterations of all norm constraints on the present weights."""
+    held: Any
     for held in network.modules():
-        for step in held if isinstance(held, parametrize.ParametrizationList) else ():
-            if isinstance(step, OperatorNorm):
-                step.right_inverse(held.original)
+        if isinstance(held, parametrize.ParametrizationList):
+            for step in held:
+                if isinstance(step, OperatorNorm):
+                    step.right_inverse(held.original)
 
 
 @contextmanager
