@@ -13,7 +13,7 @@ import typer
 
 from equilibria._version import __version__
 
-from .console import complain, error_console, fail, stop
+from .console import complain, fail, stop
 from .flags import as_flags
 
 # ClickException: newer versions of typer have a click of their own inside.
@@ -136,10 +136,7 @@ def main(arguments: list[str] | None = None) -> None:
             command = typer.main.get_command(make_app(wanted))
             _show_no_type_of_flags(command)
             code = command(args=arguments, prog_name="equilibria", standalone_mode=False)
-    except typer.Abort:
-        error_console.print("interrupted", style="yellow")
-        raise SystemExit(130) from None
-    except KeyboardInterrupt as stopped:
+    except (typer.Abort, KeyboardInterrupt) as stopped:
         stop(str(stopped))
         raise SystemExit(130) from None
     except _WrongUsage as wrong:
@@ -152,8 +149,7 @@ def main(arguments: list[str] | None = None) -> None:
         if debug:
             traceback.print_exc()
         else:
-            complain("error:", _said(error), "bold red")
-            error_console.print("(--debug shows where)", style="dim")
+            fail(_said(error), "(--debug shows where)")
         raise SystemExit(1) from None
     raise SystemExit(code if isinstance(code, int) else 0)
 

@@ -20,11 +20,7 @@ from sklearn.base import BaseEstimator
 from sklearn.model_selection import train_test_split
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils import check_random_state
-from sklearn.utils.validation import (
-    _check_sample_weight,
-    check_is_fitted,
-    validate_data,
-)
+from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
@@ -37,6 +33,7 @@ from equilibria.nn import GEQ, DeepOptEq, NormBounded, OperatorNorm, OptEq
 from equilibria.solvers import Auto
 
 Array = NDArray[Any]
+FLOATS = [np.float64, np.float32]  # what rows may come as
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 _CHUNK = 4096  # rows solved at once in predictions
 
@@ -375,6 +372,11 @@ class BaseEquilibrium(BaseEstimator):  # type: ignore[misc]
             )
         return self.loss_
 
+    def _given(self, X: Any) -> Tensor:
+        """The rows of X, checked, as the network takes them."""
+        check_is_fitted(self, "module_")
+        return self._input(validate_data(self, X, dtype=FLOATS, reset=False))
+
     def _input(self, x: Array) -> Tensor:
         made = torch.as_tensor(self._input_scaler.transform(x.astype(np.float64, copy=False)))
         return made.to(device=self.device_, dtype=DTYPES[self.dtype])
@@ -385,9 +387,7 @@ class BaseEquilibrium(BaseEstimator):  # type: ignore[misc]
 
     def _predicted(self, X: Any) -> Array:
         """Vz* + a for each row, [n, outputs]."""
-        check_is_fitted(self, "module_")
-        x = validate_data(self, X, dtype=[np.float64, np.float32], reset=False)
-        made: Array = self._outputs(self._input(x)).cpu().double().numpy()
+        made: Array = self._outputs(self._given(X)).cpu().double().numpy()
         return made
 
     def certify(self, X: Any) -> Any:
@@ -396,16 +396,14 @@ class BaseEquilibrium(BaseEstimator):  # type: ignore[misc]
         Unique or not, contraction factor, how far each z* may be from the exact one. Lipschitz
         constants are in the standardized input.
         """
-        check_is_fitted(self, "module_")
+        x = self._given(X)
         layer: Any = self.module_.layer
         if not getattr(layer, "is_equilibrium", False):
             raise TypeError(
                 f"{type(self).__name__}(layer={self.layer!r}) has no equilibrium to certify; "
                 "use layer='geq', 'opteq' or 'deep_opteq'."
             )
-        x = validate_data(self, X, dtype=[np.float64, np.float32], reset=False)
-        found: Any = certify(layer, self._input(x))
-        return found
+        return certify(layer, x)
 
     def _weights(self, sample_weight: Any, x: Array) -> Array:
         options = {"dtype": np.float64, "ensure_non_negative": True}
