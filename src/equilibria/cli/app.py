@@ -21,10 +21,6 @@ _WrongUsage: Any = typer.BadParameter.__mro__[2]
 
 _GROUP = "equilibria.commands"
 _HELP: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
-_TEXT = (
-    "Train, evaluate and certify equilibrium networks: layers whose output is the solution "
-    "of an optimization problem."
-)
 # Each with what its help begins with: listing them imports none.
 COMMANDS = {
     "train": "Train a network. Without options: a small GEQ on the digits, in half a minute.",
@@ -60,7 +56,8 @@ def _common(
         typer.Option("--version", callback=_version, is_eager=True, help="Show the version."),
     ] = False,
 ) -> None:
-    """Train, evaluate and certify equilibrium networks."""
+    """Train, evaluate and certify equilibrium networks: layers whose output is the solution of an
+    optimization problem."""
 
 
 def make_app(wanted: str | None = None) -> typer.Typer:
@@ -72,7 +69,6 @@ def make_app(wanted: str | None = None) -> typer.Typer:
     """
     app = typer.Typer(
         name="equilibria",
-        help=_TEXT,
         no_args_is_help=True,
         rich_markup_mode="rich",
         pretty_exceptions_enable=False,
