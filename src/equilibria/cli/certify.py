@@ -60,7 +60,8 @@ def certify(
     radii = None
     if radius is not None:
         wanted = "positive numbers, such as 36/255,72/255 or 0.1,0.5"
-        radii = [float(r) for r in numbers("--radius", radius, Fraction, _positive, wanted)]
+        given = numbers("--radius", radius, Fraction, lambda found: min(found) > 0, wanted)
+        radii = [float(r) for r in given]
     if attack and radii is None:
         raise fail("--attack goes with --radius.", "Such as --radius 36/255,72/255 --attack.")
     model, dataset = prepared(weights, data, root, split, device, images)
@@ -90,10 +91,6 @@ def certify(
                 output().print(f"\n{name}\n{each}", markup=False, highlight=False)
     if not unique:
         raise typer.Exit(1)
-
-
-def _positive(found: list[Fraction]) -> bool:
-    return min(found) > 0
 
 
 def _labels(
