@@ -415,17 +415,6 @@ def test_small_images_train_on_one_thread_unless_told_otherwise(
     assert torch.get_num_threads() == before
 
 
-@pytest.mark.slow
-def test_python_m_equilibria_is_the_command() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "equilibria", "info", "--json"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert json.loads(done.stdout)["equilibria"] == eq.__version__
-
-
 # ---------------------------------------------------------------------- certified labels
 
 

@@ -109,8 +109,12 @@ def prepared(
     name = data or extra.get("data")
     if name is None:
         raise fail("these weights do not say what they were trained on.", "Give --data.")
-    if root is None and data is None:
-        root = _own_root(weights)
+    config = weights / "config.yaml"
+    if root is None and data is None and config.exists():  # of a run: where its data were
+        from equilibria.training import TrainConfig
+
+        own = TrainConfig.from_yaml(config).data_root
+        root = None if own is None else Path(own)
     size = extra.get("image_size")  # of the images that it was trained on
     size = trained_side(size, model.task == "segmentation") if size else None
     dataset = datasets.load(name, split, root=root, image_size=size)
@@ -126,17 +130,6 @@ def prepared(
     if limit is not None:
         dataset = dataset.subset(range(min(limit, len(dataset))))
     return model, dataset
-
-
-def _own_root(weights: Path) -> Path | None:
-    """The folder of the data that a run was trained on, as its configuration has it."""
-    config = weights / "config.yaml"
-    if not config.exists():
-        return None
-    from equilibria.training import TrainConfig
-
-    root = TrainConfig.from_yaml(config).data_root
-    return None if root is None else Path(root)
 
 
 def solver_of(rtol: float | None) -> Any:

@@ -60,17 +60,13 @@ def gaussian_blur(x: Tensor, sigma: float, noise: ImageNoise) -> Tensor:
     return gaussian(x, sigma)
 
 
-def disk(radius: float, smoothing: float) -> Tensor:
-    """[7, 7], of sum 1: the pixels within ``radius`` < 2, smoothed by a small Gaussian."""
+def defocus_blur(x: Tensor, constants: tuple[float, float], noise: ImageNoise) -> Tensor:
+    """Correlation with a disk of a radius < 2, smoothed by a small Gaussian: out of focus."""
+    radius, smoothing = constants
     place = torch.arange(-3, 4, dtype=torch.float64)
     inside = (place[:, None] ** 2 + place**2 <= radius**2).double()
     smooth = gaussian_matrix(len(place), smoothing, 1, "nearest")
-    return smooth @ (inside / inside.sum()) @ smooth.mT
-
-
-def defocus_blur(x: Tensor, constants: tuple[float, float], noise: ImageNoise) -> Tensor:
-    """Correlation with a disk: a lens out of focus."""
-    return correlate(x, disk(*constants))
+    return correlate(x, smooth @ (inside / inside.sum()) @ smooth.mT)
 
 
 def glass_blur(x: Tensor, constants: tuple[float, int], noise: ImageNoise) -> Tensor:
