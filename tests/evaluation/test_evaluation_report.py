@@ -29,11 +29,13 @@ from equilibria.evaluation import (
 )
 from equilibria.evaluation.evaluation_report import _log_probabilities, _mean_log_probabilities
 from tests.evaluation.standins import FromTable, dataset, random_data, tiny_geq
+from tests.evaluation.test_metrics import softmax as numpy_softmax
 
 
-def by_hand(model: nn.Module, data: Any) -> Tensor:
+def by_hand(model: nn.Module, data: Any, *, mirrored: bool = False) -> Tensor:
+    x = (data.images.float() / 255 - 0.5) / 0.25
     with torch.no_grad():
-        found: Tensor = model.eval()(data.normalize(data.images))
+        found: Tensor = model.eval()(torch.flip(x, dims=[3]) if mirrored else x)
     return found
 
 
@@ -159,16 +161,12 @@ Array = NDArray[np.float64]
 
 
 def softmax(logits: Tensor) -> Array:
-    weight = np.exp(logits.double().numpy() - logits.double().numpy().max(1, keepdims=True))
-    return np.asarray(weight / weight.sum(1, keepdims=True))
+    return numpy_softmax(logits.double().numpy())
 
 
 def both(model: nn.Module, data: Any) -> tuple[Tensor, Tensor]:
-    """The logits of the images and of torch.flip of them."""
-    model.eval()
-    with torch.no_grad():
-        x = (data.images.float() / 255 - 0.5) / 0.25
-        return model(x), model(torch.flip(x, dims=[3]))
+    """The logits of the images and of their mirror images."""
+    return by_hand(model, data), by_hand(model, data, mirrored=True)
 
 
 def sharp_linear() -> nn.Sequential:
@@ -185,7 +183,7 @@ def test_the_mean_of_the_two_softmaxes(make: Any) -> None:
     data, model = random_data(23), make()
     if make is tiny_geq:
         with torch.no_grad():
-            model[4].bias -= both(model, data)[0].mean(0)
+            model[4].bias -= by_hand(model, data).mean(0)
             model[4].weight *= 60
     report = evaluate(model, data, batch_size=5, certify=0, progress=False, flip=True)
     one, other = both(model, data)

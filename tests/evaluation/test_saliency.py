@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -125,24 +126,25 @@ def test_the_model_is_left_as_it_is() -> None:
     assert not any(m._forward_hooks for m in model.modules())
 
 
-def test_wrong_input() -> None:
-    model, x = tiny_geq(), torch.randn(2, 1, 8, 8)
-    with pytest.raises(ValueError, match=r"layer='nowhere' is no module .* there are: 0, 1"):
-        gradcam(model, x, layer="nowhere")
-    with pytest.raises(ValueError, match="layer=Conv2d is no module of Sequential"):
-        gradcam(model, x, layer=nn.Conv2d(1, 1, 1))
-    with pytest.raises(ValueError, match="lies inside an equilibrium"):
-        gradcam(model, x, layer=model[1].U)
-    with pytest.raises(ValueError, match="the classes 0 to 2"):
-        gradcam(model, x, 3)
-    with pytest.raises(ValueError, match="one for each of the 2 images"):
-        gradcam(model, x, torch.tensor([0, 1, 2]))
-    with pytest.raises(ValueError, match=r"\[B, C, H, W\], got shape \(1, 8, 8\)"):
-        gradcam(model, x[0])
-    with pytest.raises(ValueError, match="'3' gives no maps"):
-        gradcam(model, x, layer="3")
-    with pytest.raises(ValueError, match=r"logits \[B, K\]"):
-        gradcam(nn.Conv2d(1, 2, 1), x)
+MODEL, X = tiny_geq(), torch.randn(2, 1, 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"layer": "nowhere"}, r"layer='nowhere' is no module .* there are: 0, 1"),
+        ({"layer": nn.Conv2d(1, 1, 1)}, "layer=Conv2d is no module of Sequential"),
+        ({"layer": MODEL[1].U}, "lies inside an equilibrium"),
+        ({"layer": "3"}, "'3' gives no maps"),
+        ({"target": 3}, "the classes 0 to 2"),
+        ({"target": torch.tensor([0, 1, 2])}, "one for each of the 2 images"),
+        ({"x": X[0]}, r"\[B, C, H, W\], got shape \(1, 8, 8\)"),
+        ({"model": nn.Conv2d(1, 2, 1)}, r"logits \[B, K\]"),
+    ],
+)
+def test_wrong_input(given: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        gradcam(**{"model": MODEL, "x": X, **given})
 
 
 def test_the_picture(tmp_path: Path) -> None:

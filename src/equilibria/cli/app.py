@@ -13,18 +13,15 @@ import typer
 
 from equilibria._version import __version__
 
-from .console import complain, error_console, fail, stop
+from .console import complain, fail, stop
 from .flags import as_flags
 
 # ClickException: newer versions of typer have a click of their own inside.
 _WrongUsage: Any = typer.BadParameter.__mro__[2]
 
+_GROUP = "equilibria.commands"
 _HELP: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
-_TEXT = (
-    "Train, evaluate and certify equilibrium networks: layers whose output is the solution "
-    "of an optimization problem."
-)
-# Each in the module of its name, with what its help begins with: listing them imports none.
+# Each with what its help begins with: listing them imports none.
 COMMANDS = {
     "train": "Train a network. Without options: a small GEQ on the digits, in half a minute.",
     "evaluate": "Accuracy, calibration, solver statistics and certificates on a data set.",
@@ -59,51 +56,43 @@ def _common(
         typer.Option("--version", callback=_version, is_eager=True, help="Show the version."),
     ] = False,
 ) -> None:
-    """Train, evaluate and certify equilibrium networks."""
+    """Train, evaluate and certify equilibrium networks: layers whose output is the solution of an
+    optimization problem."""
 
 
 def make_app(wanted: str | None = None) -> typer.Typer:
     """The command line; with ``wanted`` only that command is imported, the others have a name.
 
-    Commands of other distributions, a function or a Typer of several, are entry points of the
-    group ``equilibria.commands``. Where those of the papers are not installed, their names stay,
-    and say what to install.
+    A command is a function, or a Typer of several. Ours has the name of its module; those of other
+    distributions are entry points of the group ``equilibria.commands``. Where the papers' are not
+    installed, their names stay, and say what to install.
     """
     app = typer.Typer(
         name="equilibria",
-        help=_TEXT,
         no_args_is_help=True,
         rich_markup_mode="rich",
         pretty_exceptions_enable=False,
         context_settings=_HELP,
     )
     app.callback()(_common)
-    plugged = {entry.name: entry for entry in entry_points(group="equilibria.commands")}
+    found = {name: EntryPoint(name, f"equilibria.cli.{name}:{name}", _GROUP) for name in COMMANDS}
+    found |= {entry.name: entry for entry in entry_points(group=_GROUP)}
     known = COMMANDS | _OF_THE_PAPERS
-    for name in [*COMMANDS, *sorted({*plugged, *_OF_THE_PAPERS}, reverse=True)]:
+    for name in [*COMMANDS, *sorted({*found, *_OF_THE_PAPERS} - {*COMMANDS}, reverse=True)]:
         if wanted not in (None, name) and name in known:
             app.command(name, help=known[name])(_listed)
-        elif name in COMMANDS or name in plugged:
-            _add(app, name, plugged.get(name))
-        else:
+        elif name not in found:
             app.command(
                 name,
                 help=f"{_OF_THE_PAPERS[name]} Needs equilibria-papers.",
                 context_settings={"ignore_unknown_options": True},
                 add_help_option=False,
             )(_absent)
+        elif isinstance(command := found[name].load(), typer.Typer):
+            app.add_typer(command, name=name)
+        else:
+            app.command(name)(command)
     return app
-
-
-def _add(app: typer.Typer, name: str, entry: EntryPoint | None) -> None:
-    """Import one command and put it in its place; ours is the function of that name in its file."""
-    inside = "app" if name == "data" else name
-    own = EntryPoint(name, f"equilibria.cli.{name}:{inside}", "equilibria.commands")
-    command = (entry or own).load()
-    if isinstance(command, typer.Typer):
-        app.add_typer(command, name=name)
-    else:
-        app.command(name)(command)
 
 
 def _listed() -> None:
@@ -143,10 +132,7 @@ def main(arguments: list[str] | None = None) -> None:
             command = typer.main.get_command(make_app(wanted))
             _show_no_type_of_flags(command)
             code = command(args=arguments, prog_name="equilibria", standalone_mode=False)
-    except typer.Abort:
-        error_console.print("interrupted", style="yellow")
-        raise SystemExit(130) from None
-    except KeyboardInterrupt as stopped:
+    except (typer.Abort, KeyboardInterrupt) as stopped:
         stop(str(stopped))
         raise SystemExit(130) from None
     except _WrongUsage as wrong:
@@ -159,8 +145,7 @@ def main(arguments: list[str] | None = None) -> None:
         if debug:
             traceback.print_exc()
         else:
-            complain("error:", _said(error), "bold red")
-            error_console.print("(--debug shows where)", style="dim")
+            fail(_said(error), "(--debug shows where)")
         raise SystemExit(1) from None
     raise SystemExit(code if isinstance(code, int) else 0)
 

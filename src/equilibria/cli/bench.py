@@ -11,8 +11,6 @@ from .console import fail, make_folder, output, print_json
 from .flags import numbers, pairs
 from .loading import Batch, Device, Json, ModelOption, Root, device_of, load, prepared
 
-__all__ = ["bench"]
-
 
 def bench(
     weights: Annotated[
@@ -68,7 +66,11 @@ def bench(
         raise fail("--option is for --model; trained weights have their options.")
     if out is not None:
         make_folder(out)
-    network, x, y = _subject(weights, model, option, data, root, shape, batch_size, device)
+    size = None
+    if shape is not None:
+        wanted = "channels,height,width, such as 3,32,32"
+        size = numbers("--shape", shape, int, lambda n: len(n) == 3 and min(n) > 0, wanted)
+    network, x, y = _subject(weights, model, option, data, root, size, batch_size, device)
     if channels_last:
         network = network.to(memory_format=torch.channels_last)
         x = x.contiguous(memory_format=torch.channels_last)
@@ -90,10 +92,12 @@ def bench(
 
 
 def _subject(
-    weights: Path | None, model: str | None, option: Any, data: Any, root: Any, shape: Any,
-    batch_size: int, device: str | None,
+    weights: Path | None, model: str | None, option: Any, data: Any, root: Any,
+    shape: list[int] | None, batch_size: int, device: str | None,
 ) -> tuple[Any, Any, Any]:  # fmt: skip
     """The network, a batch as it takes it, and its targets."""
+    import torch
+
     from equilibria import data as datasets
     from equilibria import models
     from equilibria.evaluation import check_pair, model_input
@@ -105,46 +109,26 @@ def _subject(
     elif weights is not None:
         network = load(weights, target)
     else:
+        sizes: dict[str, Any] = {}
         if data is not None:
             images = datasets.load(data, "test", root=root)
             images = images.subset(range(min(batch_size, len(images))))
-        sizes = {**_sizes(images, shape), **pairs("option", option or [])}
-        network = models.create(str(model), **sizes).to(target)
+            sizes = {"num_classes": len(images.classes), "in_channels": images.channels}
+            sizes["image_size"] = int(images.images.shape[-1])
+        elif shape is not None:
+            if shape[1] != shape[2]:
+                given = ",".join(map(str, shape))
+                raise fail(f"--shape {given}: networks by name take square images.")
+            sizes = {"in_channels": shape[0], "image_size": shape[1]}
+        network = models.create(str(model), **{**sizes, **pairs("option", option or [])})
+        network = network.to(target)
     if images is None:
-        return network, _random(network, shape, batch_size), None
+        config, draw = network.config, torch.Generator().manual_seed(0)
+        size = shape or [config.in_channels, config.image_size, config.image_size]
+        # Standard normal, as normalized images are.
+        return network, torch.randn(batch_size, *size, generator=draw), None
     check_pair(network, images)
     targets: Any = images.targets.long()
     if images.ignore_index is not None:
         targets = targets.masked_fill(targets == images.ignore_index, -100)
     return network, model_input(network, images, images.images), targets
-
-
-def _sizes(images: Any, shape: str | None) -> dict[str, int]:
-    """What a network by name must take: the shape asked for, or that of the images."""
-    if images is not None:
-        return {
-            "num_classes": len(images.classes),
-            "in_channels": images.channels,
-            "image_size": int(images.images.shape[-1]),
-        }
-    if shape is None:
-        return {}
-    channels, height, width = _parsed(shape)
-    if height != width:
-        raise fail(f"--shape {shape}: networks by name take square images.")
-    return {"in_channels": channels, "image_size": height}
-
-
-def _parsed(shape: str) -> list[int]:
-    wanted = "channels,height,width, such as 3,32,32"
-    return numbers("--shape", shape, int, lambda found: len(found) == 3 and min(found) > 0, wanted)
-
-
-def _random(network: Any, shape: str | None, batch: int) -> Any:
-    """Standard normal images, as normalized ones are."""
-    import torch
-
-    config = network.config
-    size = [config.in_channels, config.image_size, config.image_size]
-    draw = torch.Generator().manual_seed(0)
-    return torch.randn(batch, *(size if shape is None else _parsed(shape)), generator=draw)

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from rich import box
-from rich.table import Column
 
 from equilibria.engine import write_json
 
@@ -56,11 +54,14 @@ def certify(
     Exits with 1 if some layer's equilibrium is not certified to be unique.
     """
     from equilibria import evaluation
+    from equilibria.evaluation.model_certificate import certificate_dict
+    from equilibria.evaluation.rich_output import make_table, number
 
     radii = None
     if radius is not None:
         wanted = "positive numbers, such as 36/255,72/255 or 0.1,0.5"
-        radii = [float(r) for r in numbers("--radius", radius, Fraction, _positive, wanted)]
+        given = numbers("--radius", radius, Fraction, lambda found: min(found) > 0, wanted)
+        radii = [float(r) for r in given]
     if attack and radii is None:
         raise fail("--attack goes with --radius.", "Such as --radius 36/255,72/255 --attack.")
     model, dataset = prepared(weights, data, root, split, device, images)
@@ -68,34 +69,28 @@ def certify(
         _labels(model, dataset, radii, norm, attack, out, as_json)
         return
     whole = evaluation.certify_dataset(model, dataset, images, progress=not as_json)
-    rows = [_row(name, part) for name, part in whole.items()]
-    unique = all(part.unique for part in whole.values())
-    rigorous = all(bool(getattr(part, "rigorous", False)) for part in whole.values())
+    parts = certificate_dict(whole)
+    rows = [_row(name, part) for name, part in parts.items()]
+    unique = all(row["unique"] for row in rows)
+    rigorous = all(part["rigorous"] for part in parts.values())
     found = {"unique": unique, "rigorous": rigorous, "layers": rows}
     if out is not None:
         write_json(out, found)
     if as_json:
         print_json(found)
     else:
-        # Without edges seven columns and a layer's whole name fit into 80.
-        print_table(
-            Column("layer", overflow="fold"),
-            *("guarantee", "unique", "ρ", "m", "‖z − z*‖ ≤", "Lipschitz"),
-            rows=[[_text(row[key]) for key in row if key != "residual"] for row in rows],
-            box=box.SIMPLE_HEAD,
-            show_edge=False,
-            pad_edge=False,
-            collapse_padding=True,
-        )
+        shown = ("contraction", "modulus", "error_bound", "lipschitz")
+        cells = []
+        for row in rows:
+            words = (row["layer"], row["guarantee"], "yes" if row["unique"] else "no")
+            cells.append([*words, *(number(row[key]) for key in shown)])
+        names = ("layer", "guarantee", "unique", "ρ", "m", "‖z − z*‖ ≤", "Lipschitz")
+        output().print(make_table(None, names, cells, left=3))
         if full:
-            for name, part in whole.items():
-                output().print(f"\n{name}\n{part}", markup=False, highlight=False)
+            for name, each in whole.items():
+                output().print(f"\n{name}\n{each}", markup=False, highlight=False)
     if not unique:
         raise typer.Exit(1)
-
-
-def _positive(found: list[Fraction]) -> bool:
-    return min(found) > 0
 
 
 def _labels(
@@ -125,13 +120,12 @@ def _labels(
     if as_json:
         print_json(report)
         return
-    rows = [("0", f"{found.accuracy:.1%}", "–" if attack else None)]
-    rows += [
-        (f"{e['radius']:.4g}", f"{e['accuracy']:.1%}", f"{e['attacked']:.1%}" if attack else None)
-        for e in report["certified"]
-    ]
-    columns = ("radius", "certified accuracy", *(["under attack"] if attack else []))
-    print_table(*columns, rows=[[cell for cell in row if cell is not None] for row in rows])
+    rows = [["0", f"{found.accuracy:.1%}", "–"]]
+    for each in report["certified"]:
+        numbers = [f"{each[key]:.1%}" for key in ("accuracy", "attacked") if key in each]
+        rows.append([f"{each['radius']:.4g}", *numbers])
+    columns = ("radius", "certified accuracy", "under attack")[: 2 + attack]
+    print_table(*columns, rows=[row[: len(columns)] for row in rows])
     say(
         f"{len(found.right)} images, median radius {report['median_radius']:.4g}, Lipschitz "
         f"constant {found.lipschitz:.4g} ({'ℓ∞' if norm == 'inf' else 'ℓ2'}, pixels from 0 to 1); "
@@ -141,26 +135,13 @@ def _labels(
         say(f"note: {note}")
 
 
-def _row(name: str, part: Any) -> dict[str, Any]:
-    return {
-        "layer": name or "(the network)",
-        "guarantee": str(part.kind),
-        "unique": part.unique,
-        "contraction": _worst(getattr(part, "contraction", None)),
-        "modulus": _worst(getattr(part, "modulus", None), largest=False),
-        "error_bound": _worst(getattr(part, "error_bound", None)),
-        "residual": _worst(part.residual),
-        "lipschitz": getattr(part, "lipschitz", None),
+def _row(name: str, part: dict[str, Any]) -> dict[str, Any]:
+    """Of a layer's certificate in numbers: the worst of all images."""
+    ends = {"contraction": "max", "modulus": "min", "error_bound": "max", "residual": "max"}
+    worst = {
+        key: part[key][end] if isinstance(part[key], dict) else part[key]
+        for key, end in ends.items()
     }
-
-
-def _worst(value: Any, *, largest: bool = True) -> float | None:
-    if value is None or isinstance(value, float):
-        return value
-    return float(value.max() if largest else value.min())
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return "–" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+    unique = part["unique"] == 1.0
+    found = {"layer": name, "guarantee": part["kind"], "unique": unique, **worst}
+    return {**found, "lipschitz": part["lipschitz"]}

@@ -10,15 +10,15 @@ from rich.table import Column
 from .console import output, print_json, print_table
 from .loading import Json, Root
 
-app = typer.Typer(help="List, download and check data sets.", no_args_is_help=True)
+data = typer.Typer(help="List, download and check data sets.", no_args_is_help=True)
 
 
-@app.command("list")
+@data.command("list")
 def list_(as_json: Json = False) -> None:
     """The data sets known by name. Any folder of class folders works as well."""
-    from equilibria import data
+    from equilibria import data as datasets
 
-    cards = [data.describe(name) for name in data.names()]
+    cards = [datasets.describe(name) for name in datasets.names()]
     if as_json:
         print_json([vars(card) for card in cards])
         return
@@ -26,29 +26,29 @@ def list_(as_json: Json = False) -> None:
     print_table(Column("name", no_wrap=True), "classes", "images", "what it is", rows=rows)
 
 
-@app.command()
+@data.command()
 def download(
     name: Annotated[str, typer.Argument(help="A name from `equilibria data list`.")],
     root: Root = None,
 ) -> None:
     """Fetch a data set into the local cache (or into --data-root) and decode it once."""
-    from equilibria import data
+    from equilibria import data as datasets
 
-    for split in data.describe(name).splits:
-        loaded = data.load(name, split, root=root, download=True)
+    for split in datasets.describe(name).splits:
+        loaded = datasets.load(name, split, root=root, download=True)
         output().print(f"{name} {split}: {len(loaded):,} images, {len(loaded.classes)} classes")
 
 
-@app.command()
+@data.command()
 def check(
     name: Annotated[str, typer.Argument(help="A name, or a folder of class folders.")],
     root: Root = None,
     as_json: Json = False,
 ) -> None:
     """Read every image of a data set and compare what is known of it: counts, classes, means."""
-    from equilibria import data
+    from equilibria import data as datasets
 
-    report = data.check(name, root=root)
+    report = datasets.check(name, root=root)
     if as_json:
         print_json(report.to_dict())
     else:

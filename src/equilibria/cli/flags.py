@@ -46,28 +46,21 @@ def as_flags(error: BaseException) -> str:
     return f"{source}{' '.join(given)}{error.text}"
 
 
-def _flag_type(annotation: Any) -> type:
-    """int, float, bool or str; what is none of them is given as text and read as YAML."""
-    union = isinstance(annotation, types.UnionType)
-    kinds = typing.get_args(annotation) if union else (annotation,)
-    inner = [kind for kind in kinds if kind is not type(None)]
-    return inner[0] if len(inner) == 1 and inner[0] in _SIMPLE else str
-
-
-def _help(text: str, default: Any) -> str:
-    """The field's description, with its default where that says something."""
-    if "not given:" in text:
-        return text
-    shown = ("on" if default else "off") if isinstance(default, bool) else _listed(default)
-    return f"{text} (default: {'none' if default in (None, (), {}) else shown})"
-
-
 def _parameter(field: dataclasses.Field[Any], hint: Any, default: Any) -> inspect.Parameter:
-    """The parameter by which typer reads a field; one that is not given is None."""
-    simple, flag = _flag_type(hint), _flag(field.name)
+    """The parameter by which typer reads a field; one that is not given is None.
+
+    What is neither a number nor a switch is given as text, and read as YAML.
+    """
+    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    inner = [kind for kind in kinds if kind is not type(None)]
+    simple = inner[0] if len(inner) == 1 and inner[0] in _SIMPLE else str
+    flag, text = _flag(field.name), field.metadata["help"]
+    if "not given:" not in text:
+        shown = ("on" if default else "off") if isinstance(default, bool) else _listed(default)
+        text += f" (default: {'none' if default in (None, (), {}) else shown})"
     option = typer.Option(
         f"{flag}/--no-{flag[2:]}" if simple is bool else flag,
-        help=_help(field.metadata["help"], default),
+        help=text,
         show_default=False,
         rich_help_panel=field.metadata["panel"],
     )

@@ -26,7 +26,8 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _facts() -> dict[str, Any]:
+def info(as_json: Json = False) -> None:
+    """Versions of everything and the devices at hand."""
     found: dict[str, Any] = {
         "equilibria": __version__,
         "python": platform.python_version(),
@@ -40,12 +41,6 @@ def _facts() -> dict[str, Any]:
         found[f"cuda:{index}"] = f"{about.name}, {about.total_memory / 2**30:.0f} GiB"
     if torch.backends.mps.is_available():
         found["mps"] = "available"
-    return found
-
-
-def info(as_json: Json = False) -> None:
-    """Versions of everything and the devices at hand."""
-    found = _facts()
     if as_json:
         print_json(found)
         return

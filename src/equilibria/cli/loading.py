@@ -87,14 +87,6 @@ def load(path: Path, device: torch.device) -> nn.Module:
     return models.load(file, device=str(device), dtype=torch.float32)
 
 
-def _trained_size(model: Any) -> int | None:
-    """The size of the images that the network was trained on, where its file says one."""
-    from equilibria.models.preprocessing import trained_side
-
-    size = model.extra.get("image_size")
-    return trained_side(size, model.task == "segmentation") if size else None
-
-
 def prepared(
     weights: Path,
     data: str | None,
@@ -106,19 +98,26 @@ def prepared(
     """The network, on the device, and the data to judge it on."""
     from equilibria import data as datasets
     from equilibria.data.catalog import split_of
+    from equilibria.models.preprocessing import trained_side
 
     try:
         split_of(split)
     except datasets.DataError:
         raise fail(f"--split {split}: expected train, val or test.") from None
-    model = load(weights, device_of(device))
-    extra: dict[str, Any] = getattr(model, "extra", {})
+    model: Any = load(weights, device_of(device))
+    extra: dict[str, Any] = model.extra
     name = data or extra.get("data")
     if name is None:
         raise fail("these weights do not say what they were trained on.", "Give --data.")
-    if root is None and data is None:
-        root = _own_root(weights)
-    dataset = datasets.load(name, split, root=root, image_size=_trained_size(model))
+    config = weights / "config.yaml"
+    if root is None and data is None and config.exists():  # of a run: where its data were
+        from equilibria.training import TrainConfig
+
+        own = TrainConfig.from_yaml(config).data_root
+        root = None if own is None else Path(own)
+    size = extra.get("image_size")  # of the images that it was trained on
+    size = trained_side(size, model.task == "segmentation") if size else None
+    dataset = datasets.load(name, split, root=root, image_size=size)
     if extra.get("mean"):
         channels, given = len(extra["mean"]), dataset.images.shape[1]
         if channels != given:
@@ -131,17 +130,6 @@ def prepared(
     if limit is not None:
         dataset = dataset.subset(range(min(limit, len(dataset))))
     return model, dataset
-
-
-def _own_root(weights: Path) -> Path | None:
-    """The folder of the data that a run was trained on, as its configuration has it."""
-    config = weights / "config.yaml"
-    if not config.exists():
-        return None
-    from equilibria.training import TrainConfig
-
-    root = TrainConfig.from_yaml(config).data_root
-    return None if root is None else Path(root)
 
 
 def solver_of(rtol: float | None) -> Any:

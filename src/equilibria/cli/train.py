@@ -120,25 +120,23 @@ def _write_report(result: Any, settings: TrainConfig) -> Path | None:
 
 @contextmanager
 def on_threads(asked: int | None, data: str) -> Iterator[None]:
-    """Run on so many CPU threads; docs/training.md says why small images get one."""
+    """Run on so many CPU threads, or on one for small images where nothing says how many.
+
+    docs/training.md says why.
+    """
     import torch
 
-    before = torch.get_num_threads()
-    torch.set_num_threads(asked or _threads_for(data) or before)
+    from equilibria import data as datasets
+
+    told = asked or os.environ.get("OMP_NUM_THREADS") or os.environ.get("MKL_NUM_THREADS")
+    before, size = torch.get_num_threads(), None
+    if not told and data in datasets.names():
+        size = datasets.describe(data).image_size
+    torch.set_num_threads(asked or (1 if size is not None and size <= _SMALL else before))
     try:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _threads_for(data: str) -> int | None:
-    """1 for small images, where the environment does not say; None: torch's own number."""
-    from equilibria import data as datasets
-
-    if os.environ.get("OMP_NUM_THREADS") or os.environ.get("MKL_NUM_THREADS"):
-        return None
-    size = datasets.describe(data).image_size if data in datasets.names() else None
-    return 1 if size is not None and size <= _SMALL else None
 
 
 def _next(folder: Path, settings: TrainConfig) -> str:

@@ -4,6 +4,8 @@ What belongs here judges a model that is given, and leaves it as it is. What cha
 ``training``; what is proven of one layer is in ``certify``.
 """
 
+from equilibria.models import Prediction
+
 from . import timing
 from .certified_accuracy import CertifiedAccuracy, attacked_accuracy, certified_accuracy
 from .corruption_report import CorruptionReport, corruption_study
@@ -25,7 +27,7 @@ from .metrics import (
 )
 from .model_certificate import certify_dataset, certify_model
 from .model_on_data import batches, check_pair, evaluating, model_input
-from .predictions import Prediction, predict_files
+from .predictions import predict_files
 from .saliency import gradcam
 from .timing import profile_model
 from .training_report import write_training_report

@@ -140,8 +140,7 @@ def attacked_accuracy(
         raise ValueError(f"radius={radius!r}: expected a positive number of pixels from 0 to 1.")
     check_norm(norm)
     generator = torch.Generator().manual_seed(seed)
-    judge = None if certified is None else _Judge(model, dataset, certified)
-    safe = 0
+    lost, points, seen = list[Tensor](), list[Tensor](), 0
     with (
         evaluating(model),
         progress_bar(steps_in(dataset, batch_size), "attacking", progress) as advance,
@@ -151,51 +150,49 @@ def attacked_accuracy(
             noises = (torch.randn(pixels.shape, generator=generator) for _ in range(restarts))
             starts = (_within(n.to(pixels), radius, norm) * (i > 0) for i, n in enumerate(noises))
             point, holds = _attack(model, dataset, pixels, y, starts, radius, norm, steps)
-            if judge is not None:
-                judge.look(pixels, point, y, holds)
-            safe += int(holds.sum())
+            lost.append((~holds).nonzero()[:, 0].cpu() + seen)
+            points.append(point[~holds])
+            seen += len(y)
             advance()
-    if judge is not None:
-        judge.report()
-    return safe / len(dataset)
+    found = torch.cat(lost)
+    if certified is not None and len(found):
+        _check_certified(model, dataset, certified, found, torch.cat(points))
+    return (len(dataset) - len(found)) / len(dataset)
 
 
-class _Judge:
-    """Whether points that an attack found contradict the certificates, batch after batch."""
-
-    def __init__(self, model: nn.Module, dataset: ImageData, certified: CertifiedAccuracy) -> None:
-        self.model, self.dataset, self.certified = model, dataset, certified
-        self.network = TrackedNetwork(model)
-        self.seen, self.early, self.refuted = 0, 0, list[int]()
-
-    def look(self, pixels: Tensor, point: Tensor, y: Tensor, holds: Tensor) -> None:
-        first, self.seen = self.seen, self.seen + len(y)
-        rows, scale = slice(first, self.seen), min(self.dataset.std)
-        reach = (self.certified.radius[rows] / scale * self.certified.right[rows]).to(y.device)
-        before, after = (model_input(self.model, self.dataset, t).double() for t in (pixels, point))
-        far = torch.linalg.vector_norm((after - before).flatten(1), float(self.certified.norm), 1)
-        inside = (~holds & (far < reach)).nonzero()[:, 0]
-        if len(inside):
-            exact = self.network.certify(after[inside])
-            wrong = (exact.label != y[inside]) & (exact.radius > 0.0)
-            self.refuted += (inside[wrong] + first).tolist()
-            self.early += int((~wrong).sum())
-
-    def report(self) -> None:
-        if self.refuted:
-            shown = ", ".join(map(str, self.refuted[:8])) + (", …" if len(self.refuted) > 8 else "")
-            raise RuntimeError(
-                f"the certificate of {self.certified.model} is wrong: inside the proven radius an "
-                f"attack found another label for {len(self.refuted)} of {self.seen} images of "
-                f"{self.dataset.name} ({self.dataset.split_name}): {shown}. This is a bug of "
-                "equilibria; please report it with the weights."
-            )
-        if self.early:
-            warnings.warn(
-                f"{self.early} images have another label inside their certified radius where the "
-                "solves of the model stop early; at its equilibria, which are certified, none has.",
-                stacklevel=3,
-            )
+def _check_certified(
+    model: nn.Module, dataset: ImageData, certified: CertifiedAccuracy, lost: Tensor, point: Tensor
+) -> None:
+    """Raise where a point [L, ...] at which an image of ``lost`` [L] has another label refutes its
+    certificate."""
+    refuted, early, network = list[int](), 0, TrackedNetwork(model)
+    for rows in torch.arange(len(lost)).split(64):
+        index = lost[rows]
+        both = (dataset.images[index].to(point) / 255.0, point[rows])
+        before, after = (model_input(model, dataset, t).double() for t in both)
+        far = torch.linalg.vector_norm((after - before).flatten(1), float(certified.norm), 1)
+        reach = certified.radius[index] / min(dataset.std) * certified.right[index]
+        inside = far.cpu() < reach
+        if inside.any():
+            exact = network.certify(after[inside])
+            moved = exact.label.cpu() != dataset.targets[index[inside]].cpu()
+            wrong = moved & (exact.radius > 0.0).cpu()
+            refuted += index[inside][wrong].tolist()
+            early += int((~wrong).sum())
+    if refuted:
+        shown = ", ".join(map(str, refuted[:8])) + (", …" if len(refuted) > 8 else "")
+        raise RuntimeError(
+            f"the certificate of {certified.model} is wrong: inside the proven radius an attack "
+            f"found another label for {len(refuted)} of {len(dataset)} images of {dataset.name} "
+            f"({dataset.split_name}): {shown}. This is a bug of equilibria; please report it with "
+            "the weights."
+        )
+    if early:
+        warnings.warn(
+            f"{early} images have another label inside their certified radius where the solves of "
+            "the model stop early; at its equilibria, which are certified, none has.",
+            stacklevel=3,
+        )
 
 
 def _within(step: Tensor, radius: float, norm: str) -> Tensor:

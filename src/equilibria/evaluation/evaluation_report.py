@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -99,6 +99,10 @@ class Report:
     def accuracy(self) -> float:
         return self.metrics.accuracy
 
+    @property
+    def _title(self) -> str:
+        return f"{self.model} on {self.dataset} ({self.split})"
+
     def table(self) -> Any:
         """For ``rich.print``: the metrics, and beneath them the solvers and the certificates."""
         parts = [
@@ -135,9 +139,8 @@ class Report:
         bad = [len(part.nonfinite) for part in columns.values()]
         if any(bad):
             rows.append(["not finite", *(f"{count:,} samples" for count in bad)])
-        title = f"{self.model} on {self.dataset} ({self.split})"
         names = list(columns) if len(columns) > 1 else ["value"]
-        return make_table(title, ["", *names], rows, boxed=True, min_width=len(title))
+        return make_table(self._title, ["", *names], rows, boxed=True, min_width=len(self._title))
 
     def to_dict(self) -> dict[str, Any]:
         """All numbers in types that JSON has; what is not finite is None."""
@@ -154,23 +157,23 @@ class Report:
         metrics; those with flip are in report.json.
         """
         out, metrics, certificate = Path(folder), self.metrics, self.certificate
-        title = f"{self.model} on {self.dataset} ({self.split})"
         written = [write_json(out / "report.json", self.to_dict())]
+
+        def draw(save: Callable[..., Path], name: str, *shown: Any) -> None:
+            written.append(save(*shown, out / name, self._title))
+
         values, what = metrics.per_class, "accuracy"
         if isinstance(metrics, SegmentationMetrics):
             values, what = metrics.iou, "IoU"
         else:
-            path = out / "reliability.png"
-            written.append(figures.save_reliability(metrics.reliability, path, title))
-        path, confusion = out / "confusion.png", metrics.confusion
-        written.append(figures.save_confusion(confusion, self.classes, path, title))
-        path = out / "per_class.png"
-        written.append(figures.save_per_class(values, self.classes, what, path, title))
+            draw(figures.save_reliability, "reliability.png", metrics.reliability)
+        draw(figures.save_confusion, "confusion.png", metrics.confusion, self.classes)
+        draw(figures.save_per_class, "per_class.png", values, self.classes, what)
         if self.statistics:
             sets = {"as it is": self.statistics}
             if self.converged is not None:
                 sets["at equilibrium"] = self.converged.statistics
-            written.append(figures.save_steps(sets, out / "solver.png", title))
+            draw(figures.save_steps, "solver.png", sets)
         if certificate is not None:
             shown = str(certificate)
             if not isinstance(certificate, CompositeCertificate):
@@ -248,6 +251,10 @@ class _Subject:
                 self.flipped.update(_mean_log_probabilities(own, _log_probabilities(other)), y)
         return guess
 
+    def compute(self) -> tuple[Metrics, Statistics]:
+        """Of the plain passes; here the host waits."""
+        return self.meter.compute(), self.recorder.compute()
+
     def logits(self, x: Tensor) -> Tensor:
         try:
             logits = self.model(x)
@@ -312,13 +319,57 @@ def evaluate(
     stopping = None
     if stop is not None:
         stopping = StoppedSubject(last.model, len(dataset.classes), last.logits)
-    report = _judged(first, last, stopping, repr(solver), batch_size, progress)
-    if nonfinite == "raise":
-        _check_finite(report)
+
+    began, guesses = time.perf_counter(), 0
+    agree = torch.zeros((), dtype=torch.float64, device=device_of(model))
+    total, text = steps_in(dataset, batch_size), f"evaluating {name}"
+    with progress_bar(total, text, progress) as advance:
+        for images, y in batches(dataset, batch_size, device_of(model)):
+            x = model_input(model, dataset, images)
+            guess = other = first.run(x, y)
+            if last is not first:
+                other = last.run(x, y)
+            agree += (guess == other).double().sum()
+            guesses += guess.numel()
+            if stopping is not None:
+                stopping.run(x, y, other)
+            advance()
+    metrics, statistics = full = first.compute()
+    converged = stopped = certificate = None
+    if last is not first:
+        full = last.compute()
+        converged = Converged(repr(solver), *full, float(agree) / guesses)
+    if stopping is not None:
+        solved_by = "as it is" if last is first else repr(solver)
+        stopped = stopping.compute(solved_by, *full, last.seconds)
+        notes += stopped.notes
+    flipped = None if first.flipped is None else first.flipped.compute()
+    seconds = time.perf_counter() - began
+
+    judged = {name: metrics, last.name: full[0], f"{name} on mirror images": flipped}
+    judged[f"{name} with stop='label'"] = None if stopped is None else stopped.metrics
+    for what, found in judged.items():
+        if nonfinite == "raise" and found is not None:
+            check_finite(found.nonfinite, found.samples, what)
     if certify > 0 and layers:
         certificate = certify_dataset(model, dataset, certify, progress=progress)
-        report = replace(report, certificate=certificate)
-    return replace(report, notes=(*notes, *report.notes))
+    return Report(
+        model=name,
+        dataset=dataset.name,
+        split=dataset.split_name,
+        task=dataset.task,
+        classes=dataset.classes,
+        parameters=count_parameters(model),
+        device=str(device_of(model)),
+        seconds=seconds,
+        metrics=metrics,
+        statistics=statistics,
+        converged=converged,
+        certificate=certificate,
+        flip=flipped,
+        stopped=stopped,
+        notes=tuple(notes),
+    )
 
 
 def _check_choices(dataset: ImageData, flip: object, nonfinite: object, stop: object) -> None:
@@ -332,66 +383,3 @@ def _check_choices(dataset: ImageData, flip: object, nonfinite: object, stop: ob
         raise ValueError(f"nonfinite={nonfinite!r}: expected 'raise' or 'report'.")
     if not isinstance(flip, bool):
         raise TypeError(f"flip={flip!r}: expected True or False.")
-
-
-def _check_finite(report: Report) -> None:
-    name = report.model
-    judged = {name: report.metrics}
-    if report.converged is not None:
-        judged[f"{name} with {report.converged.solver}"] = report.converged.metrics
-    if report.flip is not None:
-        judged[f"{name} on mirror images"] = report.flip
-    if report.stopped is not None:
-        judged[f"{name} with stop='label'"] = report.stopped.metrics
-    for what, metrics in judged.items():
-        check_finite(metrics.nonfinite, metrics.samples, what)
-
-
-def _judged(
-    first: _Subject,
-    last: _Subject,
-    stopping: StoppedSubject | None,
-    solver: str,
-    batch_size: int,
-    progress: bool,
-) -> Report:
-    """All of them over the data: a Report without certificates. ``last`` may be ``first``."""
-    model, dataset, began = first.model, first.dataset, time.perf_counter()
-    agree, guesses = torch.zeros((), dtype=torch.float64, device=device_of(model)), 0
-    total, text = steps_in(dataset, batch_size), f"evaluating {first.name}"
-    with progress_bar(total, text, progress) as advance:
-        for images, y in batches(dataset, batch_size, device_of(model)):
-            x = model_input(model, dataset, images)
-            guess = other = first.run(x, y)
-            if last is not first:
-                other = last.run(x, y)
-            agree += (guess == other).double().sum()
-            guesses += guess.numel()
-            if stopping is not None:
-                stopping.run(x, y, other)
-            advance()
-    metrics, statistics = last.meter.compute(), last.recorder.compute()
-    converged = stopped = None
-    if stopping is not None:
-        full = "as it is" if last is first else solver
-        stopped = stopping.compute(full, metrics.accuracy, last.seconds, statistics)
-    if last is not first:
-        converged = Converged(solver, metrics, statistics, float(agree) / guesses)
-        metrics, statistics = first.meter.compute(), first.recorder.compute()
-    return Report(
-        model=first.name,
-        dataset=dataset.name,
-        split=dataset.split_name,
-        task=dataset.task,
-        classes=dataset.classes,
-        parameters=count_parameters(model),
-        device=str(device_of(model)),
-        seconds=time.perf_counter() - began,
-        metrics=metrics,
-        statistics=statistics,
-        converged=converged,
-        certificate=None,
-        flip=None if first.flipped is None else first.flipped.compute(),
-        stopped=stopped,
-        notes=() if stopped is None else stopped.notes,
-    )

@@ -14,7 +14,7 @@ import copy
 import itertools
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -37,8 +37,6 @@ from .layer_solvers import layer_label, with_solver
 from .model_on_data import evaluating
 from .rich_output import progress_bar
 from .saliency import gradcam
-
-__all__ = ["Explanation", "SolvedLayer", "explain"]
 
 _TOGETHER = 8  # images at a time
 
@@ -122,30 +120,24 @@ def explain(
     given = list(predictions)
     found: list[Explanation] = []
     for start in range(0, len(given), _TOGETHER):
-        found += _explained(network, given[start : start + _TOGETHER], certify, progress)
+        part, inputs = given[start : start + _TOGETHER], []
+        for each in part:
+            if each.file is None:
+                raise ValueError("explain takes predictions of image files: one has no file.")
+            pixels = read_image(each.file, network.in_channels)
+            inputs.append(doubted(network, pixels, names=[each.file.name]))
+        x = torch.cat([made for made, _ in inputs])
+        _, layers = solved_layers(network, x, certify=certify, progress=progress)
+        seen = seen_pixels(network, x)
+        try:
+            maps: Any = gradcam(network, x).float().cpu()
+        except ValueError:  # no layer gives a map
+            maps = [None] * len(part)
+        found += [
+            Explanation(each, seen[i], tuple(layers[i]), maps[i], inputs[i][1])
+            for i, each in enumerate(part)
+        ]
     return found
-
-
-def _explained(
-    network: Network, given: Sequence[Prediction], certified: bool, progress: bool
-) -> list[Explanation]:
-    inputs = []
-    for each in given:
-        if each.file is None:
-            raise ValueError("explain takes predictions of image files: one has no file.")
-        pixels = read_image(each.file, network.in_channels)
-        inputs.append(doubted(network, pixels, names=[each.file.name]))
-    x = torch.cat([given for given, _ in inputs])
-    _, layers = solved_layers(network, x, certify=certified, progress=progress)
-    seen = seen_pixels(network, x)
-    try:
-        maps: Any = gradcam(network, x).float().cpu()
-    except ValueError:  # no layer gives a map
-        maps = [None] * len(given)
-    return [
-        Explanation(each, seen[i], tuple(layers[i]), maps[i], inputs[i][1])
-        for i, each in enumerate(given)
-    ]
 
 
 def doubted(network: Network, image: Any, **names: Any) -> tuple[Tensor, tuple[str, ...]]:

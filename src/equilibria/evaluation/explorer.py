@@ -30,8 +30,6 @@ from .explanation_html import layer_charts, story
 from .layer_solvers import with_solver
 from .page import STYLE, bars, data_url, fill, percent, photo, proof_words
 
-__all__ = ["Explorer", "explorer_app"]
-
 SOLVERS: dict[str, Callable[..., SolverOptions]] = {
     kind.__name__: kind for kind in (Anderson, Picard, ProximalGradient, Broyden)
 }

@@ -107,13 +107,9 @@ class StoppedSubject:
         self.notes |= dict.fromkeys(found.notes)
 
     def compute(
-        self,
-        full: str,
-        accuracy: float,
-        seconds: float,
-        statistics: Mapping[str, SolverStatistics],
+        self, full: str, metrics: Any, statistics: Mapping[str, SolverStatistics], seconds: float
     ) -> LabelStopped:
-        """What was found, beside the full solve's accuracy, seconds and statistics."""
+        """What was found, beside what the full solve gave."""
         proven, steps, right, same = (torch.cat(part) for part in zip(*self.kept, strict=True))
         each = [part.mean_steps for part in statistics.values()]
         mean = sum(each) / max(len(each), 1)
@@ -129,7 +125,7 @@ class StoppedSubject:
         return LabelStopped(
             full=full,
             metrics=self.meter.compute(),
-            full_accuracy=accuracy,
+            full_accuracy=metrics.accuracy,
             agreement=float(same.double().mean()),
             proven=float(proven.double().mean()),
             levels=tuple(levels),

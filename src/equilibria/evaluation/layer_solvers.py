@@ -143,8 +143,7 @@ class SolverRecorder:
 
     def __init__(self, model: nn.Module) -> None:
         self._layers: dict[str, Any] = dict(equilibrium_layers(model))
-        self._kept: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {}
-        self._chosen: dict[str, set[str]] = {}
+        self._kept: dict[str, list[tuple[Tensor, Tensor, Tensor, str]]] = {}
 
     def add(self, seen: Observed) -> None:
         """Take what was seen, and let go of the states."""
@@ -164,9 +163,8 @@ class SolverRecorder:
                 self._layers.setdefault(inner, branch)
                 self._keep(inner, part)
             return
-        stats = found.stats
-        self._kept.setdefault(name, []).append((found.result, stats.steps, stats.relative))
-        self._chosen.setdefault(name, set()).add(found.choice.split(":")[0])
+        stats, choice = found.stats, found.choice.split(":")[0]
+        self._kept.setdefault(name, []).append((found.result, stats.steps, stats.relative, choice))
 
     def compute(self) -> dict[str, SolverStatistics]:
         """By layer, in the order of the model; here the host waits."""
@@ -174,10 +172,9 @@ class SolverRecorder:
         return {name: self._layer(name) for name in order}
 
     def _layer(self, name: str) -> SolverStatistics:
-        solver, kept = getattr(self._layers[name], "solver", None), self._kept[name]
-        result, steps, relative = (
-            torch.cat([row[i].flatten() for row in kept]).cpu() for i in range(3)
-        )
+        solver = getattr(self._layers[name], "solver", None)
+        *tensors, choices = zip(*self._kept[name], strict=True)
+        result, steps, relative = (torch.cat([t.flatten() for t in ts]).cpu() for ts in tensors)
         counts = torch.bincount(result.long(), minlength=len(Result)).tolist()
         residual = relative.double()
         known = residual[residual.isfinite()].sort().values
@@ -187,7 +184,7 @@ class SolverRecorder:
             quantiles = known[(at * (known.numel() - 1)).round().long()]
         return SolverStatistics(
             solver=repr(solver),
-            chosen=", ".join(sorted(self._chosen[name])) if isinstance(solver, Auto) else "",
+            chosen=", ".join(sorted(set(choices))) if isinstance(solver, Auto) else "",
             solves=len(result),
             results={code.name: counts[code] for code in Result if counts[code]},
             fixed_steps=isinstance(solver, SolverOptions) and solver.fixed_steps,

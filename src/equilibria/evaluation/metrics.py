@@ -154,24 +154,19 @@ class _Meter:
     """Sums on the device of the first batch."""
 
     def __init__(self, classes: int) -> None:
-        self.classes = classes
-        self._confusion: Any = None
+        with needs("torchmetrics", "Evaluation"):
+            from torchmetrics.classification import MulticlassConfusionMatrix
+        how: dict[str, Any] = {"ignore_index": _IGNORED, "validate_args": False}
+        self._confusion = MulticlassConfusionMatrix(classes, **how)
         self._bad: list[Tensor] = []
 
     def _count(self, guess: Tensor, targets: Tensor, finite: Tensor) -> None:
-        if self._confusion is None:
-            with needs("torchmetrics", "Evaluation"):
-                from torchmetrics.classification import MulticlassConfusionMatrix
-            made = MulticlassConfusionMatrix(
-                self.classes, ignore_index=_IGNORED, validate_args=False
-            )
-            self._confusion = made.to(guess.device)
-        self._confusion.update(guess, targets)
+        self._confusion.to(guess.device).update(guess, targets)
         self._bad.append(~finite)
 
     def _read(self) -> dict[str, Any]:
         """What both tasks count; here the host waits."""
-        if self._confusion is None:
+        if not self._bad:
             raise ValueError("no batch was given: there is nothing to compute.")
         bad = torch.cat(self._bad).cpu()
         return {
@@ -188,7 +183,7 @@ class ClassificationMeter(_Meter):
         super().__init__(classes)
         self.k = max(1, min(k, classes))
         self.bins = check_whole("bins", bins, 1)
-        self._sums: Tensor | None = None
+        self._sums: Any = 0.0
 
     def update(self, logits: Tensor, targets: Tensor) -> None:
         """logits [N, K] floating, targets [N] long of 0 … K − 1."""
@@ -203,7 +198,7 @@ class ClassificationMeter(_Meter):
         own = targets[:, None]
         confidence, predicted = p.max(1)
         # As argmax does, an earlier class wins a tie.
-        place = torch.arange(self.classes, device=logits.device)
+        place = torch.arange(logits.shape[1], device=logits.device)
         mine = kept.gather(1, own)
         rank = ((kept > mine) | ((kept == mine) & (place < own))).sum(1)
         right, near = finite & (rank == 0), finite & (rank < self.k)
@@ -219,12 +214,11 @@ class ClassificationMeter(_Meter):
             [counted, right.double(), near.double(), counted * loss, counted * brier]
         )
         sums = torch.cat([whole.sum(1), in_bins.flatten()])
-        self._sums = sums if self._sums is None else self._sums + sums
+        self._sums = self._sums + sums
         self._count(predicted, torch.where(finite, targets, _IGNORED), finite)
 
     def compute(self) -> ClassificationMetrics:
         both = self._read()
-        assert self._sums is not None
         sums = self._sums.cpu()
         counted, right, near, loss, brier = sums[:5].tolist()
         mean = 1.0 / counted if counted else float("nan")

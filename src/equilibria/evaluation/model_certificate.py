@@ -131,8 +131,6 @@ def _spread(values: Any) -> Any:
     if not isinstance(values, Tensor):
         return values
     flat = values.detach().double().flatten().cpu()
-    if flat.numel() == 0:
-        return None
     return {"min": float(flat.min()), "median": float(flat.median()), "max": float(flat.max())}
 
 
@@ -146,7 +144,7 @@ def certificate_dict(certificate: Mapping[str, Guaranteed]) -> dict[str, Any]:
             "kind": str(part.kind),
             "kinds": dict(Counter(kinds)),
             "samples": len(kinds),
-            "unique": float(part.certified.double().mean()) if kinds else None,
+            "unique": float(part.certified.double().mean()),
             **{key: _spread(getattr(part, key, None)) for key in spreads},
             "lipschitz": getattr(part, "lipschitz", None),
             "rigorous": bool(getattr(part, "rigorous", False)),

@@ -107,19 +107,7 @@ def check_pair(model: nn.Module, dataset: ImageData, *, task: str | None = None)
     known = getattr(config, "num_classes", None)
     if known not in (None, len(dataset.classes)):
         raise ValueError(_class_mismatch(name, known, dataset))
-    return _notes(model, dataset)
-
-
-def _class_mismatch(name: str, known: int, dataset: ImageData) -> str:
-    wanted = len(dataset.classes)
-    return (
-        f"{name} tells {known} classes apart and {dataset.name} ({dataset.split_name}) asks for "
-        f"{wanted}: take the data set that it was trained on, or a model with num_classes={wanted}."
-    )
-
-
-def _notes(model: nn.Module, dataset: ImageData) -> list[str]:
-    """What was saved with the weights against what the data say."""
+    # What was saved with the weights against what the data say.
     extra: Any = getattr(model, "extra", None) or {}
     notes: list[str] = []
     names = extra.get("classes")
@@ -137,6 +125,14 @@ def _notes(model: nn.Module, dataset: ImageData) -> list[str]:
                 f"({used}): dataset.with_normalization_of(model.extra) takes the model's"
             )
     return notes
+
+
+def _class_mismatch(name: str, known: int, dataset: ImageData) -> str:
+    wanted = len(dataset.classes)
+    return (
+        f"{name} tells {known} classes apart and {dataset.name} ({dataset.split_name}) asks for "
+        f"{wanted}: take the data set that it was trained on, or a model with num_classes={wanted}."
+    )
 
 
 def check_logits(logits: Any, dataset: ImageData, name: str) -> Tensor:

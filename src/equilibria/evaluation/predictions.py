@@ -21,8 +21,6 @@ from .layer_solvers import with_solver
 from .model_on_data import check_whole
 from .rich_output import progress_bar
 
-__all__ = ["Prediction", "predict_files"]
-
 
 def predict_files(
     model: nn.Module,

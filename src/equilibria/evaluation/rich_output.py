@@ -10,7 +10,7 @@ from equilibria.engine.optional import needs
 
 
 def make_table(
-    title: str,
+    title: str | None,
     columns: Sequence[str],
     rows: Sequence[Sequence[str]],
     *,

@@ -222,8 +222,24 @@ def profile_model(
     x, y = x.to(device), y.to(device) if isinstance(y, Tensor) else y
     trained = [p for p in copied.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trained or [torch.zeros(1)], lr=0.0, momentum=0.9)
-    loss = loss or (_squares if y is None else nn.functional.cross_entropy)
-    run = partial(_once, x=x, y=y, loss=loss, optimizer=optimizer, dtype=PRECISIONS[precision])
+    criterion = loss or (_squares if y is None else nn.functional.cross_entropy)
+    dtype = PRECISIONS[precision]
+
+    def run(network: Any, kind: str, mark: Callable[[str], None] = lambda part: None) -> None:
+        """Forward, loss, backward and optimizer, or a forward pass without a graph."""
+        cast = torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
+        with torch.set_grad_enabled(kind == "train"), cast:
+            out = network(x)
+            if kind == "inference":
+                return
+            value = criterion(out, y)
+        del out
+        optimizer.zero_grad(set_to_none=True)
+        mark("backward")
+        value.backward()
+        mark("rest")
+        optimizer.step()
+
     passes = {}
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         for kind in ("train", "inference") if train and trained else ("inference",):
@@ -270,32 +286,6 @@ def _check_asked(model: object, x: object, budget: float, precision: str) -> Non
 
 def _squares(out: Any, _: Any) -> Any:
     return sum(leaf.float().square().mean() for leaf in pytree.tree_leaves(out))
-
-
-def _once(
-    network: Any,
-    kind: str,
-    mark: Callable[[str], None] = lambda part: None,
-    *,
-    x: Tensor,
-    y: Any,
-    loss: Callable[[Any, Any], Tensor],
-    optimizer: torch.optim.Optimizer,
-    dtype: torch.dtype | None,
-) -> None:
-    """Forward, loss, backward and optimizer, or a forward pass without a graph."""
-    cast = torch.autocast(x.device.type, dtype=dtype, enabled=dtype is not None)
-    with torch.set_grad_enabled(kind == "train"), cast:
-        out = network(x)
-        if kind == "inference":
-            return
-        value = loss(out, y)
-    del out
-    optimizer.zero_grad(set_to_none=True)
-    mark("backward")
-    value.backward()
-    mark("rest")
-    optimizer.step()
 
 
 def _pass(

@@ -28,6 +28,7 @@ from equilibria.engine import json_value
 from equilibria.engine.optional import needs
 from equilibria.engine.options import check_number, options
 from equilibria.evaluation import certify_model
+from equilibria.evaluation.explanation import doubted
 from equilibria.models import Network, OnnxNetwork
 from equilibria.nn import equilibrium_layers
 
@@ -80,13 +81,8 @@ class _Judge:
         self.certify = certify and proven
 
     def __call__(self, pixels: list[Tensor]) -> list[dict[str, Any]]:
-        made, doubts = [], []
-        for image in pixels:
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                made.append(self.model.preprocess(image, names=["the image"]))
-            doubts.append("; ".join(str(warning.message) for warning in caught) or None)
-        x = torch.cat(made)
+        made = [doubted(self.model, image, names=["the image"]) for image in pixels]
+        x = torch.cat([each for each, _ in made])
         found = self.model.predict_normalized(x, batch_size=len(x))
         proofs = self._certificates(x) if self.certify else [None] * len(x)
         return [
@@ -96,9 +92,9 @@ class _Judge:
                 "steps": answer.steps,
                 "converged": answer.converged,
                 "certificate": proof,
-                "warning": doubt,
+                "warning": "; ".join(doubts) or None,
             }
-            for answer, proof, doubt in zip(found, proofs, doubts, strict=True)
+            for answer, proof, (_, doubts) in zip(found, proofs, made, strict=True)
         ]
 
     def _certificates(self, x: Tensor) -> list[dict[str, Any] | None]:
@@ -127,27 +123,6 @@ class _Judge:
         self([torch.randint(0, 256, shape, dtype=torch.uint8)])
 
 
-class _Rate:
-    """A bucket of tokens for each address."""
-
-    def __init__(self, rate: float) -> None:
-        self.rate, self.burst = rate, max(1.0, 2 * rate)
-        self.buckets: dict[str, tuple[float, float]] = {}
-
-    def wait(self, who: str) -> float:
-        """0 where a request may pass, else the seconds until it may."""
-        if self.rate == 0.0:
-            return 0.0
-        now = time.monotonic()
-        left, last = self.buckets.pop(who, (self.burst, now))
-        left = min(self.burst, left + self.rate * (now - last))
-        passes = left >= 1.0
-        self.buckets[who] = (left - 1.0 if passes else left, now)  # last in the order of the dict
-        if len(self.buckets) > _CLIENTS:
-            del self.buckets[next(iter(self.buckets))]
-        return 0.0 if passes else (1.0 - left) / self.rate
-
-
 class _Metrics:
     """What /metrics shows, of this server alone."""
 
@@ -156,16 +131,12 @@ class _Metrics:
         own: dict[str, Any] = {"namespace": "equilibria", "registry": self.registry}
         self.requests = prometheus.Counter("requests", "Requests", ["path", "status"], **own)
         self.seconds = prometheus.Histogram("predict_seconds", "Time of a prediction", **own)
-        self.steps = prometheus.Histogram(
-            "solver_steps", "Solver steps of an image", buckets=[1, 2, 4, 8, 16, 32, 64, 128], **own
-        )
-        sizes = prometheus.Histogram(
-            "batch_size", "Images answered together", buckets=[1, 2, 4, 8, 16, 32, 64, 128], **own
-        )
+        counts = {**own, "buckets": [1, 2, 4, 8, 16, 32, 64, 128]}
+        self.steps = prometheus.Histogram("solver_steps", "Solver steps of an image", **counts)
+        sizes = prometheus.Histogram("batch_size", "Images answered together", **counts)
         batcher.sizes = sizes.observe
-        prometheus.Gauge("queue_images", "Images that wait", **own).set_function(
-            lambda: len(batcher)
-        )
+        waiting = prometheus.Gauge("queue_images", "Images that wait", **own)
+        waiting.set_function(lambda: len(batcher))
 
 
 class _Gate:
@@ -178,8 +149,9 @@ class _Gate:
     def __init__(
         self, app: ASGIApp, rate: float, full: Callable[[], bool], metrics: _Metrics
     ) -> None:
-        self.app, self.full, self.metrics = app, full, metrics
-        self.rate, self.refusing = _Rate(rate), 0
+        self.app, self.rate, self.full, self.metrics = app, rate, full, metrics
+        self.tokens: dict[str, tuple[float, float]] = {}  # of each address: how many, and when
+        self.refusing = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -203,10 +175,23 @@ class _Gate:
                 self.metrics.seconds.observe(time.perf_counter() - began)
 
     def _refusal(self, scope: Scope) -> Response | None:
-        wait = self.rate.wait((scope.get("client") or ("",))[0])
+        wait = self._wait((scope.get("client") or ("",))[0])
         if wait > 0.0:
-            return _later(429, f"more than {self.rate.rate:g} requests a second", wait)
+            return _later(429, f"more than {self.rate:g} requests a second", wait)
         return _later(503, "the server is busy", 1.0) if self.full() else None
+
+    def _wait(self, who: str) -> float:
+        """0 where a request of this address may pass, else the seconds until it may."""
+        if self.rate == 0.0:
+            return 0.0
+        now, most = time.monotonic(), max(1.0, 2 * self.rate)
+        left, last = self.tokens.pop(who, (most, now))
+        left = min(most, left + self.rate * (now - last))
+        passes = left >= 1.0
+        self.tokens[who] = (left - 1.0 if passes else left, now)  # last in the order of the dict
+        if len(self.tokens) > _CLIENTS:
+            del self.tokens[next(iter(self.tokens))]
+        return 0.0 if passes else (1.0 - left) / self.rate
 
     async def _in_turn(self) -> None:
         self.refusing += 1

@@ -6,6 +6,7 @@ import copy
 import math
 import sys
 from abc import abstractmethod
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
@@ -19,11 +20,7 @@ from sklearn.base import BaseEstimator
 from sklearn.model_selection import train_test_split
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils import check_random_state
-from sklearn.utils.validation import (
-    _check_sample_weight,
-    check_is_fitted,
-    validate_data,
-)
+from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
@@ -36,6 +33,7 @@ from equilibria.nn import GEQ, DeepOptEq, NormBounded, OperatorNorm, OptEq
 from equilibria.solvers import Auto
 
 Array = NDArray[Any]
+FLOATS = [np.float64, np.float32]  # what rows may come as
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 _CHUNK = 4096  # rows solved at once in predictions
 
@@ -56,19 +54,6 @@ ADJOINT = Phantom(steps=3)
 POWER_ITERATIONS = 10
 
 
-class Network(nn.Module):
-    """y = V·layer(x) + a. x [B, features] → y [B, outputs]."""
-
-    def __init__(self, layer: nn.Module, hidden: int, outputs: int) -> None:
-        super().__init__()
-        self.layer = layer
-        self.head = nn.Linear(hidden, outputs)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.head(self.layer(x))
-        return y
-
-
 def build(
     choice: LayerChoice,
     features: int,
@@ -79,8 +64,10 @@ def build(
     solver: SolverOptions | None,
     adjoint: Adjoint | None,
     seed: int,
-) -> Network:
-    """A network on the CPU in float32, its weights drawn from ``seed`` alone.
+) -> nn.Sequential:
+    """y = V·layer(x) + a: x [B, features] → y [B, outputs]; parts ``layer`` and ``head`` (V, a).
+
+    The network is on the CPU in float32, its weights are drawn from ``seed`` alone.
 
     torch's layers draw from the global generator; it is lent to them and put back.
     """
@@ -109,35 +96,36 @@ def build(
                 f"layer(in_features={features}, hidden={hidden}) must return an nn.Module, got "
                 f"{type(layer).__name__}."
             )
-        return Network(layer, hidden, outputs)
+        return nn.Sequential(OrderedDict(layer=layer, head=nn.Linear(hidden, outputs)))
 
 
 @torch.no_grad()
-def _settle(network: Network) -> None:
+def _settle(network: nn.Module) -> None:
     """Converge the power iterations of all norm constraints on the present weights."""
-    held = [m for m in network.modules() if isinstance(m, parametrize.ParametrizationList)]
-    for steps in held:
-        for step in steps:
-            if isinstance(step, OperatorNorm):
-                step.right_inverse(steps.original)
+    held: Any
+    for held in network.modules():
+        if isinstance(held, parametrize.ParametrizationList):
+            for step in held:
+                if isinstance(step, OperatorNorm):
+                    step.right_inverse(held.original)
 
 
 @contextmanager
-def training_solver(network: Network, solver: SolverOptions | None) -> Iterator[None]:
+def training_solver(network: nn.Module, solver: SolverOptions | None) -> Iterator[None]:
     """Within it, a layer with our default solver solves as closely as training needs.
 
     At its end the norm constraints are brought up to date.
     """
-    layer = network.layer
+    layer: Any = network.layer
     ours = solver is None and getattr(layer, "solver", None) == PREDICTION_SOLVER
     if ours:
-        layer.solver = TRAINING_SOLVER  # type: ignore[assignment]
+        layer.solver = TRAINING_SOLVER
     try:
         yield
     finally:
         _settle(network)
         if ours:
-            layer.solver = PREDICTION_SOLVER  # type: ignore[assignment]
+            layer.solver = PREDICTION_SOLVER
 
 
 @dataclass(frozen=True)
@@ -309,15 +297,18 @@ class BaseEquilibrium(BaseEstimator):  # type: ignore[misc]
         self._optimizer_state = optimizer.state_dict()
 
     def _begin(self, features: int, outputs: int, random: Any) -> None:
-        sizes, seed = (features, int(self.hidden), outputs), int(random.randint(2**31))
-        how: dict[str, Any] = {
-            "bound": float(self.bound),
-            "solver": self.solver,
-            "adjoint": self.adjoint,
-        }
-        network = build(self.layer, *sizes, seed=seed, **how)
+        network = build(
+            self.layer,
+            features,
+            int(self.hidden),
+            outputs,
+            bound=float(self.bound),
+            solver=self.solver,
+            adjoint=self.adjoint,
+            seed=int(random.randint(2**31)),
+        )
         self.device_ = _device(self.device)
-        self.module_: Network = network.to(device=self.device_, dtype=DTYPES[self.dtype]).eval()
+        self.module_ = network.to(device=self.device_, dtype=DTYPES[self.dtype]).eval()
         self._input_scaler = StandardScaler()
         self._shuffle_seed = 0
         self._optimizer_state = None
@@ -381,6 +372,11 @@ class BaseEquilibrium(BaseEstimator):  # type: ignore[misc]
             )
         return self.loss_
 
+    def _given(self, X: Any) -> Tensor:
+        """The rows of X, checked, as the network takes them."""
+        check_is_fitted(self, "module_")
+        return self._input(validate_data(self, X, dtype=FLOATS, reset=False))
+
     def _input(self, x: Array) -> Tensor:
         made = torch.as_tensor(self._input_scaler.transform(x.astype(np.float64, copy=False)))
         return made.to(device=self.device_, dtype=DTYPES[self.dtype])
@@ -391,9 +387,7 @@ class BaseEquilibrium(BaseEstimator):  # type: ignore[misc]
 
     def _predicted(self, X: Any) -> Array:
         """Vz* + a for each row, [n, outputs]."""
-        check_is_fitted(self, "module_")
-        x = validate_data(self, X, dtype=[np.float64, np.float32], reset=False)
-        made: Array = self._outputs(self._input(x)).cpu().double().numpy()
+        made: Array = self._outputs(self._given(X)).cpu().double().numpy()
         return made
 
     def certify(self, X: Any) -> Any:
@@ -402,16 +396,14 @@ class BaseEquilibrium(BaseEstimator):  # type: ignore[misc]
         Unique or not, contraction factor, how far each z* may be from the exact one. Lipschitz
         constants are in the standardized input.
         """
-        check_is_fitted(self, "module_")
+        x = self._given(X)
         layer: Any = self.module_.layer
         if not getattr(layer, "is_equilibrium", False):
             raise TypeError(
                 f"{type(self).__name__}(layer={self.layer!r}) has no equilibrium to certify; "
                 "use layer='geq', 'opteq' or 'deep_opteq'."
             )
-        x = validate_data(self, X, dtype=[np.float64, np.float32], reset=False)
-        found: Any = certify(layer, self._input(x))
-        return found
+        return certify(layer, x)
 
     def _weights(self, sample_weight: Any, x: Array) -> Array:
         options = {"dtype": np.float64, "ensure_non_negative": True}

@@ -10,17 +10,11 @@ import torch
 import torch.nn.functional as F
 from sklearn.base import ClassifierMixin
 from sklearn.utils.class_weight import compute_sample_weight
-from sklearn.utils.multiclass import (
-    _check_partial_fit_first_call,
-    check_classification_targets,
-)
-from sklearn.utils.validation import (
-    column_or_1d,
-    validate_data,
-)
+from sklearn.utils.multiclass import _check_partial_fit_first_call, check_classification_targets
+from sklearn.utils.validation import column_or_1d, validate_data
 from torch import Tensor
 
-from .base import Array, BaseEquilibrium, Rows
+from .base import FLOATS, Array, BaseEquilibrium, Rows
 
 
 @dataclass(eq=False, repr=False)
@@ -128,7 +122,7 @@ class EquilibriumClassifier(ClassifierMixin, BaseEquilibrium):  # type: ignore[m
         self, X: Any, y: Any, sample_weight: Any, *, reset: bool
     ) -> tuple[Array, Array, Array]:
         """Rows, labels, and the product of the weights of rows and labels."""
-        x, y = validate_data(self, X, y, dtype=[np.float64, np.float32], reset=reset)
+        x, y = validate_data(self, X, y, dtype=FLOATS, reset=reset)
         y = column_or_1d(y, warn=True)
         check_classification_targets(y)
         weight = self._weights(sample_weight, x)

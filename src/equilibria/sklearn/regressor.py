@@ -10,7 +10,7 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.utils.validation import validate_data
 from torch import Tensor
 
-from .base import Array, BaseEquilibrium, Rows
+from .base import FLOATS, Array, BaseEquilibrium, Rows
 
 
 class EquilibriumRegressor(RegressorMixin, BaseEquilibrium):  # type: ignore[misc]
@@ -37,10 +37,8 @@ class EquilibriumRegressor(RegressorMixin, BaseEquilibrium):  # type: ignore[mis
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> EquilibriumRegressor:
         """Train anew on X [n, features] and targets y [n] or [n, outputs]."""
-        x, target = self._checked(X, y, reset=True)
-        weight = self._weights(sample_weight, x)
-        self._set_columns(target)
-        self._fit(x, target.reshape(len(x), -1), weight, self.n_outputs_)
+        x, target, weight = self._checked(X, y, sample_weight, reset=True)
+        self._fit(x, target, weight, self.n_outputs_)
         return self
 
     def partial_fit(self, X: Any, y: Any, sample_weight: Any = None) -> EquilibriumRegressor:
@@ -50,17 +48,13 @@ class EquilibriumRegressor(RegressorMixin, BaseEquilibrium):  # type: ignore[mis
         constant.
         """
         first = not hasattr(self, "module_")
-        x, target = self._checked(X, y, reset=first)
-        weight = self._weights(sample_weight, x)
-        if first:
-            self._set_columns(target)
-        columns = target.reshape(len(x), -1)
-        if columns.shape[1] != self.n_outputs_:
+        x, target, weight = self._checked(X, y, sample_weight, reset=first)
+        if target.shape[1] != self.n_outputs_:
             raise ValueError(
-                f"y has {columns.shape[1]} columns, and the first call of partial_fit had "
+                f"y has {target.shape[1]} columns, and the first call of partial_fit had "
                 f"{self.n_outputs_}."
             )
-        self._partial_fit(x, columns, weight, self.n_outputs_, first)
+        self._partial_fit(x, target, weight, self.n_outputs_, first)
         return self
 
     def predict(self, X: Any) -> Array:
@@ -74,15 +68,18 @@ class EquilibriumRegressor(RegressorMixin, BaseEquilibrium):  # type: ignore[mis
         tags.target_tags.multi_output = True
         return tags
 
-    def _checked(self, X: Any, y: Any, *, reset: bool) -> tuple[Array, Array]:
+    def _checked(
+        self, X: Any, y: Any, sample_weight: Any, *, reset: bool
+    ) -> tuple[Array, Array, Array]:
+        """Rows, targets [n, outputs] and weights; with ``reset`` the columns of y are these."""
         kinds: dict[str, Any] = {"multi_output": True, "y_numeric": True}
-        x, target = validate_data(self, X, y, dtype=[np.float64, np.float32], reset=reset, **kinds)
-        return x, np.asarray(target, dtype=np.float64)
-
-    def _set_columns(self, target: Array) -> None:
-        self._flat = target.ndim == 1
-        self.n_outputs_ = 1 if self._flat else target.shape[1]
-        self._target_scaler = StandardScaler()
+        x, y = validate_data(self, X, y, dtype=FLOATS, reset=reset, **kinds)
+        target, weight = np.asarray(y, dtype=np.float64), self._weights(sample_weight, x)
+        if reset:
+            self._flat = target.ndim == 1
+            self._target_scaler = StandardScaler()
+            self.n_outputs_ = 1 if self._flat else target.shape[1]
+        return x, target.reshape(len(x), -1), weight
 
     def _look(self, x: Array, y: Array, weight: Array) -> None:
         super()._look(x, y, weight)

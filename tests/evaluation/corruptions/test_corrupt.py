@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -109,24 +111,22 @@ def test_black_images_have_nothing_to_spread(kind: str) -> None:
     assert int(corrupt(torch.zeros(1, 3, 16, 16, dtype=torch.uint8), kind, 5).max()) <= 1
 
 
-def test_errors_say_what_is_allowed() -> None:
-    with pytest.raises(ValueError, match="Did you mean 'gaussian_noise'"):
-        corrupt(IMAGES, "gausian_noise", 1)
-    for severity in (0, 6, True):
-        with pytest.raises(ValueError, match="expected 1, 2, 3, 4 or 5"):
-            corrupt(IMAGES, "fog", severity)
-    with pytest.raises(TypeError, match=r"uint8 images of 0 … 255, got torch\.float32"):
-        corrupt(IMAGES.float(), "fog", 1)
-    with pytest.raises(TypeError, match="got list"):
-        corrupt([1], "fog", 1)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"C 1 \(gray\) or 3 \(RGB\), got shape \(24, 2"):
-        corrupt(IMAGES[:, :2], "fog", 1)
-    with pytest.raises(ValueError, match="at least 4 pixels"):
-        corrupt(IMAGES[..., :3, :3], "fog", 1)
-    with pytest.raises(ValueError, match="at most 64"):
-        corrupt(torch.zeros(1, 3, 80, 65, dtype=torch.uint8), "fog", 1)
-    with pytest.raises(TypeError, match="seed=None"):
-        corrupt(IMAGES, "fog", 1, seed=None)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("given", "error", "match"),
+    [
+        ({"kind": "fgo"}, ValueError, "Did you mean 'fog'"),
+        *(({"severity": s}, ValueError, "expected 1, 2, 3, 4 or 5") for s in (0, 6, True)),
+        ({"images": IMAGES.float()}, TypeError, r"uint8 images of 0 … 255, got torch\.float32"),
+        ({"images": [1]}, TypeError, "got list"),
+        ({"images": IMAGES[:, :2]}, ValueError, r"C 1 \(gray\) or 3 \(RGB\), got shape \(24, 2"),
+        ({"images": IMAGES[..., :3, :3]}, ValueError, "at least 4 pixels"),
+        ({"images": torch.zeros(1, 3, 80, 65).byte()}, ValueError, "at most 64"),
+        ({"seed": None}, TypeError, "seed=None"),
+    ],
+)
+def test_errors_say_what_is_allowed(given: Any, error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        corrupt(**{"images": IMAGES, "kind": "fog", "severity": 1, **given})
 
 
 @pytest.mark.gpu

@@ -33,26 +33,19 @@ def speckle_noise(x: Tensor, deviation: float, noise: ImageNoise) -> Tensor:
     return x + deviation * x * noise.normal(0, *x.shape[1:]).to(x.dtype)
 
 
-def _poisson_table(photons: float, device: torch.device) -> Tensor:
-    """[256, K]: P(count ≤ k) for the mean v/255·photons of each pixel value v."""
-    # Past the mean by 12 standard deviations and some, no 32-bit uniform number leads.
-    terms = int(photons + 12 * photons**0.5 + 32)
-    count = torch.arange(terms, dtype=torch.float64, device=device)
-    mean = torch.arange(256, dtype=torch.float64, device=device)[:, None] / 255 * photons
-    log_p = torch.xlogy(count, mean) - mean - torch.lgamma(count + 1)
-    return log_p.exp().cumsum(1).clamp_max(1.0)
-
-
 def shot_noise(x: Tensor, photons: float, noise: ImageNoise) -> Tensor:
     """Poisson(x·photons)/photons, by inversion of the distribution function."""
-    table = _poisson_table(photons, x.device)
-    value = (x * 255).round().double()
-    # Row v of the table holds numbers of 0 … 1: with v added, all rows are one sorted list.
     rows = torch.arange(256, dtype=torch.float64, device=x.device)[:, None]
+    # Past the mean by 12 standard deviations and some, no 32-bit uniform number leads.
+    terms = int(photons + 12 * photons**0.5 + 32)
+    count, mean = torch.arange(terms, device=x.device).double(), rows / 255 * photons
+    log_p = torch.xlogy(count, mean) - mean - torch.lgamma(count + 1)
+    table = log_p.exp().cumsum(1).clamp_max(1.0)  # P(count ≤ k) of each pixel value, [256, terms]
+    # Row v of the table holds numbers of 0 … 1: with v added, all rows are one sorted list.
+    value = (x * 255).round().double()
     sought = noise.uniform(0, *x.shape[1:]) + value
-    found = torch.searchsorted((table + rows).flatten(), sought)
-    count = found - value.long() * table.shape[1]
-    return (count.double() / photons).to(x.dtype)
+    found = torch.searchsorted((table + rows).flatten(), sought) - value.long() * terms
+    return (found.double() / photons).to(x.dtype)
 
 
 def impulse_noise(x: Tensor, share: float, noise: ImageNoise) -> Tensor:
@@ -67,17 +60,13 @@ def gaussian_blur(x: Tensor, sigma: float, noise: ImageNoise) -> Tensor:
     return gaussian(x, sigma)
 
 
-def disk(radius: float, smoothing: float) -> Tensor:
-    """[7, 7], of sum 1: the pixels within ``radius`` < 2, smoothed by a small Gaussian."""
+def defocus_blur(x: Tensor, constants: tuple[float, float], noise: ImageNoise) -> Tensor:
+    """Correlation with a disk of a radius < 2, smoothed by a small Gaussian: out of focus."""
+    radius, smoothing = constants
     place = torch.arange(-3, 4, dtype=torch.float64)
     inside = (place[:, None] ** 2 + place**2 <= radius**2).double()
     smooth = gaussian_matrix(len(place), smoothing, 1, "nearest")
-    return smooth @ (inside / inside.sum()) @ smooth.mT
-
-
-def defocus_blur(x: Tensor, constants: tuple[float, float], noise: ImageNoise) -> Tensor:
-    """Correlation with a disk: a lens out of focus."""
-    return correlate(x, disk(*constants))
+    return correlate(x, smooth @ (inside / inside.sum()) @ smooth.mT)
 
 
 def glass_blur(x: Tensor, constants: tuple[float, int], noise: ImageNoise) -> Tensor:

@@ -118,9 +118,10 @@ def frost_texture(height: int, width: int, noise: ImageNoise) -> Tensor:
     side = float(max(height, width))
     rows = (torch.arange(height, device=device, dtype=torch.float64) / side)[:, None]
     columns = torch.arange(width, device=device, dtype=torch.float64) / side
-    crystals = _crystals(rows, columns, noise)
-    needles = _needles(crystals)
-
+    key, along, across = _crystals(rows, columns, noise)
+    # Lines along each crystal, and branches that leave them at 60°, as ice grows.
+    branch = 0.5 * along + 0.866 * across.abs()
+    needles = _line_noise(key, 28.0 * across) + _line_noise(key + 0.37, 44.0 * branch)
     grain = noise.normal(101, height, width)
     shade = gaussian(noise.normal(102, height, width), side / 6)
     parts = [(needles, 1.0), (grain, 0.45), (shade, 0.6)]
@@ -153,13 +154,6 @@ def _crystals(rows: Tensor, columns: Tensor, noise: ImageNoise) -> tuple[Tensor,
             for new, old in zip((key, along, across), found, strict=True)
         ]
     return found[0], found[1], found[2]
-
-
-def _needles(crystals: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-    """Lines along each crystal, and branches that leave them at 60°, as ice grows."""
-    key, along, across = crystals
-    branch = 0.5 * along + 0.866 * across.abs()
-    return _line_noise(key, 28.0 * across) + _line_noise(key + 0.37, 44.0 * branch)
 
 
 def _standard(field: Tensor) -> Tensor:
