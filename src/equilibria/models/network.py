@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from equilibria.adjoints import Phantom
 from equilibria.certify import LabelStopping
+from equilibria.engine.options import hint
 from equilibria.engine.result import warn_user
 from equilibria.engine.transforms import transforms_active
 from equilibria.ops.pooling import average_pool
@@ -22,7 +23,7 @@ from .hub import OnHub
 from .options import option
 from .prediction import Prediction, predictions, stopped_predictions
 from .preprocessing import InputWarning, Preprocessing
-from .values import from_json, hint, short
+from .values import from_json, short
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,13 @@ an instance of one of ``KINDS`` through its checked constructor: a file can name
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from equilibria import adjoints, engine, nn, problems, solvers
 from equilibria.engine import Adjoint, LinearSolver, SolverOptions
+from equilibria.engine.options import hint
 from equilibria.nn import NormBounded, WeightNormalized
 from equilibria.problems import GammaPolicy, Patches, Regularizer
 from equilibria.solvers import BestIterate
@@ -61,16 +61,10 @@ def from_json(value: Any) -> Any:
     name = value.get("kind")
     kind = KINDS.get(name) if isinstance(name, str) else None
     if kind is None:
-        close = hint(str(name), KINDS)
-        raise ValueError(f"kind={name!r} is not known.{close} Kinds: {', '.join(KINDS)}.")
+        near = hint(str(name), KINDS)
+        raise ValueError(f"kind={name!r} is not known.{near} Kinds: {', '.join(KINDS)}.")
     given = {str(key): from_json(item) for key, item in value.items() if key != "kind"}
     return kind(**given)
-
-
-def hint(name: str, known: Iterable[str]) -> str:
-    """A sentence that offers the nearest name, after a space; empty where none is near."""
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f" Did you mean {close[0]!r}?" if close else ""
 
 
 def short(value: Any) -> str:

@@ -337,8 +337,6 @@ class TrainConfig:
     @classmethod
     def from_yaml(cls, path: str | Path) -> TrainConfig:
         """Read a file of ``name: value`` lines; names that are left out keep their default."""
-        with needs("yaml", "a configuration file"):
-            import yaml  # type: ignore[import-untyped, unused-ignore]
         try:
             with Path(path).open("rb") as file:  # a device may not end
                 text = file.read(4 * MOST_CHARACTERS + 1).decode("utf-8")
@@ -353,8 +351,6 @@ class TrainConfig:
             ) from None
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} is not a text file in UTF-8: {error}") from error
-        except yaml.YAMLError as error:
-            raise ValueError(f"{path} is not valid YAML: {error}") from error
         except OptionError as error:
             error.source = str(path)
             raise
@@ -365,7 +361,7 @@ class TrainConfig:
     def to_yaml(self, path: str | Path | None = None) -> str:
         """The text of a file that ``from_yaml`` reads; written there too if a path is given."""
         with needs("yaml", "a configuration file"):
-            import yaml
+            import yaml  # type: ignore[import-untyped, unused-ignore]
         made = yaml.safe_dump(
             self.to_dict(), sort_keys=False, allow_unicode=True, default_flow_style=None
         )

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equilibria.engine.result import ConvergenceWarning, Result
+from equilibria.adjoints.graph import blown_up
+from equilibria.engine.result import ConvergenceWarning
 from equilibria.nn import Observed, equilibrium_layers
 
 SOLVER_FIELDS = ("solver_steps", "residual", "converged", "failed")
@@ -109,12 +110,9 @@ def solver_numbers(model: nn.Module, seen: Observed) -> Tensor | None:
     for name, solutions in seen.solutions.items():
         solver = getattr(layers.get(name), "solver", None)
         for solution in solutions:
-            result = solution.result.flatten()
             steps.append(solution.stats.steps.flatten().float())
             relative.append(solution.stats.relative.flatten().float())
-            failed.append(
-                ((result == int(Result.diverged)) | (result == int(Result.nonfinite))).float()
-            )
+            failed.append(blown_up(solution.result).flatten().float())
             if not getattr(solver, "fixed_steps", False):
                 tested.append(solution.converged.flatten().float())
     residual = torch.cat(relative)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from equilibria.adjoints.graph import blown_up
 from equilibria.engine.result import ConvergenceWarning, Result
 from equilibria.nn import observe
 
@@ -123,7 +124,7 @@ def _places(mask: Tensor) -> list[int]:
 
 def _solves(solutions: list[Any]) -> dict[str, Any]:
     result = torch.cat([s.result.flatten().long() for s in solutions])
-    failed = _places((result == int(Result.diverged)) | (result == int(Result.nonfinite)))
+    failed = _places(blown_up(result))
     counts = {code.name: int((result == int(code)).sum()) for code in Result}
     results = {name: n for name, n in counts.items() if n}
     return {"results": results, "failed": len(failed), "failed_samples": failed[:_MOST]}

@@ -196,7 +196,7 @@ class Run(Checkpoint):
         self.batches = TrainBatches(self.data, self.config, self.progress, **place)
         self.module = self._module(trainer)
         try:
-            with self.request, processes.announced(self._advice):
+            with self.request, processes.announced(self.folder.advice):
                 trainer.fit(self.module, self.batches, self.batches.valid, ckpt_path=self.resume)
                 result = self._finish(trainer)
         except (_Stop, KeyboardInterrupt):  # the latter: a second Ctrl-C at the end
@@ -212,7 +212,7 @@ class Run(Checkpoint):
             raise ProcessLostError(
                 "The processes of the training lost each other: one was killed, failed (it says "
                 "why itself), or did not answer for process_timeout="
-                f"{self.config.process_timeout:g} s. {self._advice()}"
+                f"{self.config.process_timeout:g} s. {self.folder.advice()}"
             ) from error
         if self.request.asked:  # too late to cut anything short; who asked wants nothing to follow
             said = "Interrupted as the last epoch ended: the training is complete, with all its"
@@ -250,11 +250,6 @@ class Run(Checkpoint):
             # The batches are shared out already.
             use_distributed_sampler=False,
         )
-
-    def _advice(self) -> str:
-        if self.folder.checkpoint.exists():
-            return f"The checkpoint {self.folder.checkpoint} is complete: resume from it."
-        return "No checkpoint was written yet: start the run again."
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if trainer.world_size > 1 and not self.config.compile:  # which takes minutes, of each

@@ -125,6 +125,12 @@ class RunFolder:
         began = self._opened or self.lock.stale
         self.lock.release(keep=began and not self._saved())
 
+    def advice(self) -> str:
+        """How to go on after an error."""
+        if self.checkpoint.exists():
+            return f"The checkpoint {self.checkpoint} is complete: resume from it."
+        return "No checkpoint was written yet: start the run again."
+
     def _saved(self) -> bool:
         return any(file.exists() for file in (self.checkpoint, self.result, self.nonfinite))
 
@@ -179,14 +185,10 @@ class RunFolder:
                 metadata = {"library": __version__, "extra": json.dumps(extra)}
                 write_bytes(path, safetensors.torch.save(tensors, metadata))
         except OSError as error:
-            rest = "No checkpoint was written yet: free some space and start the run again"
-            if self.checkpoint.exists():
-                rest = f"The checkpoint {self.checkpoint} is complete: free some space and resume"
-                rest += f" from {self.path}"
             why = str(error.strerror or error)
             if not isinstance(error, SaveError):
-                why = f"could not write {path}: {why}"
-            raise SaveError(error.errno, f"{why}. {rest}") from error
+                why = f"could not write {path}: {why}. Free some space"
+            raise SaveError(error.errno, f"{why}. {self.advice()}") from error
 
 
 def provenance(started: datetime, device: torch.device, seed: int) -> dict[str, Any]:
