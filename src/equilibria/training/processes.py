@@ -116,34 +116,27 @@ class JointNorms(LayerSync):
     not: each process takes its own number of steps there, and would wait for the others forever."""
 
     def __init__(self) -> None:
-        self._replaced: list[tuple[nn.Module, str, nn.Module]] = []
+        self._own: dict[nn.Module, type[nn.Module]] = {}
 
     def apply(self, model: Any) -> nn.Module:
         on_cpu = model.trainer.strategy.root_device.type == "cpu"
-        self._replace(model, _OnCPU if on_cpu else _OnGPU)
+        self._own = {norm: type(norm) for norm in _outer_norms(model)}
+        for norm in self._own:
+            norm.__class__ = _OnCPU if on_cpu else _OnGPU  # its parameters stay where they are
         return model  # type: ignore[no-any-return]
 
-    def _replace(self, parent: nn.Module, kind: Any) -> None:
-        for name, child in parent.named_children():
-            if isinstance(child, _BatchNorm):
-                joint = kind(child.num_features, child.eps, child.momentum, child.affine)
-                self._replaced.append((parent, name, child))
-                setattr(parent, name, _take_over(joint, child))
-            elif isinstance(child, MultiBranch) or not getattr(child, "is_equilibrium", False):
-                self._replace(child, kind)
-
     def revert(self, model: nn.Module) -> nn.Module:
-        for parent, name, child in self._replaced:
-            setattr(parent, name, _take_over(child, getattr(parent, name)))
-        self._replaced.clear()
+        for norm, kind in self._own.items():
+            norm.__class__ = kind
         return model
 
 
-def _take_over(norm: nn.Module, other: nn.Module) -> nn.Module:
-    """``norm`` with the parameters and statistics of the other."""
-    norm._parameters.update(other._parameters)
-    norm._buffers.update(other._buffers)
-    return norm.train(other.training)
+def _outer_norms(parent: nn.Module) -> Iterator[nn.Module]:
+    for child in parent.children():
+        if isinstance(child, _BatchNorm):
+            yield child
+        elif isinstance(child, MultiBranch) or not getattr(child, "is_equilibrium", False):
+            yield from _outer_norms(child)
 
 
 def _joint(norm: _BatchNorm) -> bool:
@@ -152,6 +145,8 @@ def _joint(norm: _BatchNorm) -> bool:
 
 
 class _OnGPU(nn.SyncBatchNorm):
+    process_group = None  # of all processes
+
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) if _joint(self) else _BatchNorm.forward(self, x)
 
