@@ -91,9 +91,9 @@ def fit(
         ProcessLostError: another process of the run was killed, failed or froze; resume.
     """
     if not isinstance(config, TrainConfig):
+        kind = type(config).__name__
         raise TypeError(
-            f"fit takes a TrainConfig, got {type(config).__name__}; TrainConfig.from_yaml(path) "
-            "reads a file."
+            f"fit takes a TrainConfig, such as TrainConfig.from_yaml(path), got {kind}."
         )
     before = run_folder.random_state()
     try:
@@ -270,7 +270,7 @@ class Run(Checkpoint):
         module.logs = False
         uneven = self.data.train.ignore_index is not None or self.batches.uneven
         module.weighs = trainer.world_size > 1 and uneven
-        module.on_nonfinite = lambda found: self._nonfinite(found, trainer)
+        module.on_nonfinite = lambda found: self._nonfinite(self.progress.step, found, trainer)
         return module
 
     def on_save_checkpoint(
@@ -364,7 +364,7 @@ class Run(Checkpoint):
         logged = (self.progress.step - 1) % self.config.log_every == 0
         last = self.progress.batch == self.batches.per_epoch
         if logged:  # the one place in a step where the host waits for the device
-            self._check_finite()
+            self._check_finite(trainer)
             latest = self.module.metrics.latest()
             norm = self.module.metrics.gradient_norm
             norms = {} if norm is None else {"gradient_norm": float(norm)}
@@ -382,7 +382,7 @@ class Run(Checkpoint):
         self._share_buffers(trainer)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._check_finite()
+        self._check_finite(trainer)
         if self._lost():
             self.save(trainer)
         metrics = self.module.metrics
@@ -454,10 +454,16 @@ class Run(Checkpoint):
             self.request.asked = True
         return self.request.asked
 
-    def _check_finite(self) -> None:
-        bad = self.module.guard.first_bad()
-        if bad is not None:
-            self.module.on_nonfinite({"deferred_step": bad})
+    def _check_finite(self, trainer: pl.Trainer) -> None:
+        step = self.module.guard.first_bad()
+        if step is not None:
+            # Noted on the device some steps ago: make that batch again and look at it now. The
+            # weights have not moved since.
+            batch = self.batches.batch(*divmod(step, self.batches.per_epoch))
+            with trainer.precision_plugin.forward_context():
+                looked = self.module.examine(*batch)
+            found = {"what": "loss or its gradient", "value": "NaN or infinite", **looked}
+            self._nonfinite(step, found, trainer)
 
     def _log(self, trainer: pl.Trainer, group: str, values: Mapping[str, float]) -> None:
         finite = {f"{group}/{k}": float(v) for k, v in values.items() if math.isfinite(v)}
@@ -482,15 +488,8 @@ class Run(Checkpoint):
         if self.main:
             self.folder.write_weights(path, self.whole, self.data, self.config, row)
 
-    def _nonfinite(self, found: dict[str, Any], trainer: pl.Trainer) -> NoReturn:
-        step = int(found.pop("deferred_step", self.progress.step))
+    def _nonfinite(self, step: int, found: dict[str, Any], trainer: pl.Trainer) -> NoReturn:
         epoch, number = divmod(step, self.batches.per_epoch)
-        if "what" not in found:
-            # Noted on the device some steps ago: make that batch again and look at it now. The
-            # weights have not moved since.
-            with trainer.precision_plugin.forward_context():
-                looked = self.module.examine(*self.batches.batch(epoch, number))
-            found = {"what": "loss or its gradient", "value": "NaN or infinite", **looked}
         report = {
             "epoch": epoch + 1,
             "batch": number,

@@ -54,7 +54,7 @@ def _check(root: Any) -> None:
         node, depth = waiting.pop()
         count, line = count + 1, f"line {node.start_mark.line + 1}"
         if depth > MOST_DEPTH:
-            what = f"a value that contains itself by an alias, or is nested deeper than {MOST_DEPTH}"
+            what = f"a value that contains itself by an alias, or is deeper than {MOST_DEPTH}"
             raise ValueError(f"{line}: {what}{_limit('MOST_DEPTH')}")
         if count > MOST_VALUES:
             what = f"more than {MOST_VALUES:,} values with all aliases written out"
