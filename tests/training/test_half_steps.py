@@ -130,7 +130,6 @@ def test_graphs_of_half_steps_are_dropped_when_all_are_taken() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_both_phases_are_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[tuple[int, int]] = []
     captures: list[int] = []
