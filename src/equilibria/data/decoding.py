@@ -149,24 +149,20 @@ def _tensor(image: Any) -> Tensor:
 
 
 def _resized(image: Any, size: int | None, square: bool, nearest: bool = False) -> Any:
-    target, box = _target(image.width, image.height, size, square)
+    if size is None:
+        return image
+    width, height = image.size
+    side = min(width, height)
+    target, box = (size, size), None
+    if square:
+        left, top = (width - side) // 2, (height - side) // 2
+        box = (left, top, left + side, top + side)
+    else:
+        target = (max(1, round(width * size / side)), max(1, round(height * size / side)))
     if target == image.size:
         return image
     how = _pillow().Resampling
     return image.resize(target, how.NEAREST if nearest else how.BILINEAR, box=box)
-
-
-def _target(
-    width: int, height: int, size: int | None, square: bool
-) -> tuple[tuple[int, int], tuple[int, int, int, int] | None]:
-    """(width, height) after resizing, and the box that is resized."""
-    if size is None:
-        return (width, height), None
-    side = min(width, height)
-    if square:
-        left, top = (width - side) // 2, (height - side) // 2
-        return (size, size), (left, top, left + side, top + side)
-    return (max(1, round(width * size / side)), max(1, round(height * size / side))), None
 
 
 class LazyImages:

@@ -79,14 +79,12 @@ def examine(
     buffers = [(b, b.clone()) for b in model.buffers()]
     first: list[dict[str, Any]] = []
 
-    def look(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            if not first and isinstance(output, Tensor) and _bad(output):
-                first.append({"module": name, "kind": type(module).__name__})
+    def look(module: nn.Module, inputs: Any, output: Any) -> None:
+        if not first and isinstance(output, Tensor) and _bad(output):
+            first.append({"module": names[module], "kind": type(module).__name__})
 
-        return hook
-
-    handles = [m.register_forward_hook(look(n)) for n, m in model.named_modules() if n]
+    names = {module: name for name, module in model.named_modules() if name}
+    handles = [module.register_forward_hook(look) for module in names]
     try:
         with observe(model) as seen, warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)  # it is what the report is about

@@ -20,8 +20,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from equilibria.nn import MultiBranch
 
-from .config import TrainConfig
-
 _LOST = re.compile(
     r"(?i)gloo|nccl|connection (closed|reset)|timed out|timeout|pair closure|process group|store"
 )
@@ -38,11 +36,7 @@ def rank() -> int:
     return known or int(os.environ.get("NODE_RANK") or os.environ.get("GROUP_RANK") or 0)
 
 
-def make_strategy(config: TrainConfig) -> Any:
-    return _Sharded(state_dict_type="full") if config.strategy == "fsdp" else config.strategy
-
-
-class _Sharded(FSDPStrategy):
+class Sharded(FSDPStrategy):
     """FSDP; on the CPU too, which Lightning refuses and torch can (gloo)."""
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
@@ -57,14 +51,13 @@ class _Sharded(FSDPStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self.root_device.type != "cpu":
             return super().lightning_module_state_dict()
-        from torch.distributed.fsdp import FullStateDictConfig, StateDictType
-        from torch.distributed.fsdp import FullyShardedDataParallel as Sharded
+        from torch.distributed import fsdp
 
         # Lightning moves it to the CPU, where torch then reads memory that it has freed.
         assert self.model is not None
-        where = FullStateDictConfig(offload_to_cpu=False, rank0_only=False)
-        kind = StateDictType.FULL_STATE_DICT
-        with Sharded.state_dict_type(self.model, kind, where):
+        where = fsdp.FullStateDictConfig(offload_to_cpu=False, rank0_only=False)
+        kind = fsdp.StateDictType.FULL_STATE_DICT
+        with fsdp.FullyShardedDataParallel.state_dict_type(self.model, kind, where):
             return dict(self.model.state_dict())
 
 

@@ -234,7 +234,7 @@ class Run(Checkpoint):
             accelerator=config.accelerator,
             devices=list(config.devices) if isinstance(config.devices, tuple) else config.devices,
             num_nodes=config.nodes,
-            strategy=processes.make_strategy(config),
+            strategy=processes.Sharded() if config.strategy == "fsdp" else config.strategy,
             precision=config.precision,  # type: ignore[arg-type]
             callbacks=[*own, *callbacks, self],
             plugins=[run_folder.CheckpointFile(), *joint],
