@@ -91,9 +91,9 @@ def fit(
         ProcessLostError: another process of the run was killed, failed or froze; resume.
     """
     if not isinstance(config, TrainConfig):
-        kind = type(config).__name__
         raise TypeError(
-            f"fit takes a TrainConfig, such as TrainConfig.from_yaml(path), got {kind}."
+            f"fit takes a TrainConfig, got {type(config).__name__}; TrainConfig.from_yaml(path) "
+            "reads a file."
         )
     before = run_folder.random_state()
     try:
