@@ -204,11 +204,12 @@ def alone() -> Any:
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
 @pytest.mark.usefixtures("alone")
-def test_a_joint_norm_is_a_batch_norm_and_those_inside_layers_stay(tmp_path: Path) -> None:
+@pytest.mark.parametrize("momentum", [0.2, 0.0, None])
+def test_a_joint_norm_is_a_batch_norm_and_those_inside_layers_stay(momentum: Any) -> None:
     inside = torch.nn.BatchNorm2d(3)
     layer = torch.nn.Sequential(inside)
     layer.is_equilibrium = True  # type: ignore[assignment]
-    plain, twin = torch.nn.BatchNorm2d(3, momentum=0.2), torch.nn.BatchNorm2d(3, momentum=0.2)
+    plain, twin = (torch.nn.BatchNorm2d(3, momentum=momentum) for _ in range(2))
     model: Any = torch.nn.Sequential(plain, layer).double()
     model.trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cpu")))
     twin.double()

@@ -36,6 +36,7 @@ class EpochMetrics:
         self._sums = torch.zeros(11, dtype=torch.float64)
         self._window = self._start = [0.0] * 11
         self._began = self._window_began = time.perf_counter()
+        self._added = False
         self.gradient_norm: Tensor | None = None
         """Of the latest step."""
 
@@ -52,6 +53,7 @@ class EpochMetrics:
             sums[3:] += torch.cat([torch.where(found, numbers, 0.0), found]).to(sums.dtype)
 
     def _on(self, device: torch.device) -> Tensor:
+        self._added = True
         wide = torch.float32 if device.type == "mps" else torch.float64
         self._sums = self._sums.to(device, wide, non_blocking=True)
         return self._sums
@@ -79,9 +81,11 @@ class EpochMetrics:
         torch.distributed.all_reduce(self._sums)
 
     def state_dict(self) -> dict[str, Any]:
-        """The sums, of all processes together."""
+        """The sums, of all processes together: each takes part, also one whose labels so far do not
+        count, and none before the first step."""
         sums = self._sums.clone()
-        if torch.distributed.is_available() and torch.distributed.is_initialized() and sums[2] > 0:
+        several = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if several and self._added:
             torch.distributed.all_reduce(sums)
         return {"sums": sums.tolist()}
 

@@ -165,7 +165,8 @@ class _OnCPU(_BatchNorm):
             with torch.no_grad():
                 assert self.num_batches_tracked is not None
                 self.num_batches_tracked += 1
-                rate = self.momentum or 1.0 / float(self.num_batches_tracked)
+                mean_of_all = 1.0 / float(self.num_batches_tracked)
+                rate = mean_of_all if self.momentum is None else self.momentum
                 unbiased = variance * n / (n - 1).clamp_min(1)
                 self.running_mean.lerp_(mean.to(self.running_mean), rate)
                 self.running_var.lerp_(unbiased.to(self.running_var), rate)

@@ -96,7 +96,7 @@ def _check(given: Any) -> RunData:
     train, valid = given if isinstance(given, tuple) and len(given) == 2 else (None, None)
     if not isinstance(train, ImageData) or not isinstance(valid, (ImageData, type(None))):
         kind = type(given).__name__
-        raise TypeError(f"data must be two ImageData, of which the second may be None, got {kind}.")
+        raise TypeError(f"data must be two ImageData, (training, validation or None), got {kind}.")
     if valid is not None:
         for name in ("classes", "task", "ignore_index"):
             mine, other = getattr(train, name), getattr(valid, name)
