@@ -20,10 +20,9 @@ from equilibria.ops.pooling import average_pool
 from equilibria.solvers import ProximalGradient
 
 from .hub import OnHub
-from .options import option
+from .options import from_json, option, short
 from .prediction import Prediction, predictions, stopped_predictions
 from .preprocessing import InputWarning, Preprocessing
-from .values import from_json, short
 
 
 @dataclass(frozen=True)

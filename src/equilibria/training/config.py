@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from equilibria.data import build_augmentation
 from equilibria.engine.optional import needs
 from equilibria.engine.options import OptionError, OptionTypeError, check_number, options, shown
-from equilibria.models.values import to_json
+from equilibria.models.options import to_json
 
 from .yaml_values import MOST_CHARACTERS, parse_yaml
 
