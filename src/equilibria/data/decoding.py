@@ -34,6 +34,7 @@ from .sources import (
     cache_dir,
     fingerprint,
     read_file,
+    too_many,
 )
 
 OnCorrupt = Literal["raise", "skip"]
@@ -107,10 +108,8 @@ def _opened(data: bytes) -> Any:
         image = pillow.open(io.BytesIO(data), formats=_FORMATS)
         width, height = image.size
         if width * height > MOST_PIXELS:
-            raise CorruptImageError(
-                f"it claims {width} × {height} pixels; more than {MOST_PIXELS:,} are refused, the "
-                "limit equilibria.data.decoding.MOST_PIXELS"
-            )
+            claim = f"it claims {width} × {height} pixels"
+            raise CorruptImageError(too_many(claim, MOST_PIXELS, "decoding.MOST_PIXELS"))
         image.load()
     except CorruptImageError:
         raise
