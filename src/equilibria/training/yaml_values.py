@@ -26,8 +26,8 @@ def parse_yaml(text: str) -> Any:
         import yaml  # type: ignore[import-untyped, unused-ignore]
     if len(text) > MOST_CHARACTERS:
         raise ValueError(f"more than {MOST_CHARACTERS:,} characters{_limit('MOST_CHARACTERS')}")
-    loader = yaml.SafeLoader(text)
     try:
+        loader = yaml.SafeLoader(text)
         root = loader.get_single_node()
         if root is None:
             return None
@@ -39,8 +39,6 @@ def parse_yaml(text: str) -> Any:
         raise ValueError(f"nested too deep{_limit('MOST_DEPTH')}") from None
     except (AttributeError, IndexError, KeyError, TypeError) as error:  # as PyYAML lets through
         raise ValueError(f"a value is not of the type that its tag (!!) names ({error})") from None
-    finally:
-        loader.dispose()
 
 
 def _limit(name: str) -> str:
