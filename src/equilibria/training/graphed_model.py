@@ -31,15 +31,13 @@ class GraphedModel:
         self._graphed: dict[Any, nn.Module] = {}
 
     def __call__(self, x: Tensor) -> Tensor:
-        eager = not x.is_cuda or not self.model.training or not torch.is_grad_enabled()
-        if eager or x.requires_grad:
-            return self.model(x)  # type: ignore[no-any-return]
-        key = self._key(x)
-        if key not in self._graphed:
-            if len(self._graphed) >= self.shapes:
-                return self.model(x)  # type: ignore[no-any-return]
-            self._graphed[key] = self._capture(x)
-        out: Tensor = self._graphed[key](x)
+        run = self.model
+        if x.is_cuda and run.training and torch.is_grad_enabled() and not x.requires_grad:
+            key = self._key(x)
+            if key not in self._graphed and len(self._graphed) < self.shapes:
+                self._graphed[key] = self._capture(x)
+            run = self._graphed.get(key, run)
+        out: Tensor = run(x)
         return out
 
     def _key(self, x: Tensor) -> Any:
