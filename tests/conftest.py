@@ -32,9 +32,12 @@ COMPILED = {
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Before slow tests are deselected: mark those of COMPILED beyond their number."""
-    left = dict(COMPILED)
+    """Before slow tests are deselected: mark those of COMPILED beyond their number. Skip those of
+    the GPU where there is none."""
+    left, cuda = dict(COMPILED), torch.cuda.is_available()
     for item in items:
+        if item.get_closest_marker("gpu") is not None and not cuda:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         name = getattr(item, "originalname", item.name)
         if name in left and item.get_closest_marker("slow") is None:
             daily = getattr(getattr(item, "cls", None), "compiles_daily", True)

@@ -217,7 +217,6 @@ def test_wrong_options(options: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_nothing_waits_and_the_order_is_the_same(
     forbid_waits: Callable[[bool], None],
 ) -> None:

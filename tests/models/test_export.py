@@ -161,18 +161,15 @@ def test_int8_weights_are_those_of_a_saved_file_and_smaller(tmp_path: Path) -> N
 
 def written(path: Path, **changes: Any) -> Path:
     """An ONNX file like one of ``export``: logits = mean of each image · [0, 1, 2]."""
-    helper, kind = onnx.helper, onnx.TensorProto.FLOAT
-    weight = helper.make_tensor("w", kind, [1, 3], [0.0, 1.0, 2.0])
-    axes = helper.make_tensor("axes", onnx.TensorProto.INT64, [2], [2, 3])
-    nodes = [
-        helper.make_node("ReduceMean", ["images", "axes"], ["mean"], keepdims=0),
-        helper.make_node("MatMul", ["mean", "w"], ["logits"]),
-    ]
-    images = helper.make_tensor_value_info("images", kind, ["b", 1, 8, 8])
-    logits = helper.make_tensor_value_info("logits", kind, ["b", 3])
-    graph = helper.make_graph(nodes, "g", [images], [logits], [weight, axes])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)])
-    model.ir_version = 9
+    model = optional("onnx.parser").parse_model(
+        """<ir_version: 9, opset_import: ["": 18]>
+        g (float[b, 1, 8, 8] images) => (float[b, 3] logits)
+        <float[1, 3] w = {0, 1, 2}, int64[2] axes = {2, 3}>
+        {
+            mean = ReduceMean <keepdims = 0> (images, axes)
+            logits = MatMul (mean, w)
+        }"""
+    )
     shape = {"num_classes": 3, "in_channels": 1, "image_size": 8, "options": {}}
     about = {
         "format": FORMAT,

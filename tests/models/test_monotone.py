@@ -8,9 +8,12 @@ import torch
 from tests.models.small import images, make
 
 
-def test_reads_one_size_alone() -> None:
-    model = make("mondeq_single")
-    with pytest.raises(ValueError, match=r"reads 8 × 8 pixels, got 16 × 16; create it with"):
+@pytest.mark.parametrize("name", ["mondeq_single", "potential_certified_cifar"])
+def test_a_head_of_all_pixels_reads_one_size_alone(name: str) -> None:
+    model = make(name, image_size=8)
+    with pytest.raises(
+        ValueError, match=rf"{name} takes .*\[B, 3, 8, 8\], got .* \(1, 3, 16, 16\)"
+    ):
         model(torch.randn(1, 3, 16, 16))
 
 

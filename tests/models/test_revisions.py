@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from equilibria import models
+from equilibria.models.options import to_json
 from equilibria.models.registry import find
-from equilibria.models.values import to_json
 
 _FILE = Path(__file__).with_name("defaults.json")
 _AGAIN = "then write the file anew: python -m tests.models.test_revisions"

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -84,46 +87,34 @@ class Losses(pl.Callback):
         torch.rand(())  # as a network may that draws numbers when it answers
 
 
-class At(pl.Callback):
+STEP_END = "on_train_batch_end"
+
+
+class At(LambdaCallback):
     """Calls ``act`` at the call number ``count`` of a hook."""
 
-    def __init__(self, count: int, act: Any, hook: str = "on_train_batch_end") -> None:
-        self.count, self.act, self.hook, self.seen = count, act, hook, 0
-        if hook != "on_train_batch_end":
-            setattr(self, hook, self._called)
-
-    def on_train_batch_end(self, *_: Any, **__: Any) -> None:
-        if self.hook == "on_train_batch_end":
-            self._called()
-
-    def _called(self, *_: Any, **__: Any) -> None:
-        self.seen += 1
-        if self.seen == self.count:
-            self.act()
+    def __init__(self, count: int, act: Callable[[], Any], hook: str = STEP_END) -> None:
+        calls = itertools.count(1)
+        super().__init__(**{hook: lambda *_, **__: act() if next(calls) == count else None})
 
 
 class RaiseAt(At):
     """Raises, as a second Ctrl-C does."""
 
     def __init__(
-        self, count: int, error: BaseException | None = None, hook: str = "on_train_batch_end"
+        self, count: int, error: BaseException | None = None, hook: str = STEP_END
     ) -> None:
-        super().__init__(count, self._raise, hook)
-        self.error = error or KeyboardInterrupt()
+        def act() -> None:
+            raise error or KeyboardInterrupt
 
-    def _raise(self) -> None:
-        raise self.error
+        super().__init__(count, act, hook)
 
 
 class SignalAt(At):
     """A signal, as the terminal sends it for Ctrl-C."""
 
     def __init__(
-        self,
-        count: int,
-        times: int = 1,
-        number: int = signal.SIGINT,
-        hook: str = "on_train_batch_end",
+        self, count: int, times: int = 1, number: int = signal.SIGINT, hook: str = STEP_END
     ) -> None:
         super().__init__(count, lambda: [signal.raise_signal(number) for _ in range(times)], hook)
 

@@ -131,6 +131,7 @@ def test_a_file_may_hold_all_or_a_part(tmp_path: Path) -> None:
         ("epohcs: 3\n", "part.yaml.*Did you mean 'epochs'"),
         ("- 1\n- 2\n", "name: value"),
         ("lr: [1\n", "not valid YAML"),
+        ("lr: \0\n", "not valid YAML"),
         ("!!python/object/apply:os.system ['true']\n", "not valid YAML"),
         ("1: 2\n", "name: value"),
         (b"\xff\xfe\x00\x01", "UTF-8"),

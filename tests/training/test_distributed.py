@@ -135,7 +135,6 @@ def test_a_step_of_several_is_that_of_one_on_the_joined_batch(tmp_path: Path, wo
 
 @pytest.mark.gpu
 @pytest.mark.slow
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_one_process_of_nccl_trains_as_one_without(tmp_path: Path) -> None:
     """The same trainings on a GPU, in a group of one process."""
     assert torch.distributed.is_nccl_available()
@@ -197,21 +196,20 @@ def test_two_machines_print_one_document(tmp_path: Path, launcher: str) -> None:
 @pytest.fixture
 def alone() -> Any:
     """A group of one process, so that a sum over processes can be called."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), **ONE)
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
 
 
-ONE: dict[str, Any] = {"rank": 0, "world_size": 1}
-
-
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
 @pytest.mark.usefixtures("alone")
-def test_a_joint_norm_is_a_batch_norm_and_those_inside_layers_stay(tmp_path: Path) -> None:
+@pytest.mark.parametrize("momentum", [0.2, 0.0, None])
+def test_a_joint_norm_is_a_batch_norm_and_those_inside_layers_stay(momentum: Any) -> None:
     inside = torch.nn.BatchNorm2d(3)
     layer = torch.nn.Sequential(inside)
     layer.is_equilibrium = True  # type: ignore[assignment]
-    plain, twin = torch.nn.BatchNorm2d(3, momentum=0.2), torch.nn.BatchNorm2d(3, momentum=0.2)
+    plain, twin = (torch.nn.BatchNorm2d(3, momentum=momentum) for _ in range(2))
     model: Any = torch.nn.Sequential(plain, layer).double()
     model.trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cpu")))
     twin.double()

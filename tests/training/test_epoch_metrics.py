@@ -62,6 +62,21 @@ def test_the_latest_numbers_count_from_the_last_reading() -> None:
     assert metrics.row() == {"loss": 2.5, "accuracy": 0.75}
 
 
+def test_a_process_whose_labels_do_not_count_takes_part_in_the_sum(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The others would wait for it."""
+    seen: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "all_reduce", seen.append)
+    metrics = EpochMetrics()
+    metrics.state_dict()
+    assert not seen  # before the first step nobody adds, whatever was loaded
+    metrics.add(torch.tensor(0.0), torch.tensor(0), torch.tensor(0))
+    metrics.state_dict()
+    assert len(seen) == 1
+
+
 def test_solver_numbers_that_are_not_there_do_not_count() -> None:
     metrics = EpochMetrics()
     for converged in (math.nan, 0.5):

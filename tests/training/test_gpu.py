@@ -4,42 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 
 import equilibria as eq
 from equilibria.training import NonFiniteLoss, TrainConfig
 
-from .small import config, run
+from .small import At, config, run
 from .test_nonfinite import Poisoned, poison
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def gpu(out: Path, **options: Any) -> TrainConfig:
     return config(out, accelerator="gpu", **options)
-
-
-class NoWaiting(pl.Callback):
-    """From the third to the tenth step every wait for the device is an error."""
-
-    def __init__(self, forbid_waits: Callable[[bool], None]) -> None:
-        self.forbid_waits = forbid_waits
-        self.steps = 0
-
-    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        self.steps += 1
-        if self.steps == 2:
-            self.forbid_waits(True)
-        elif self.steps == 10:
-            self.forbid_waits(False)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
@@ -53,9 +35,10 @@ def test_a_step_never_waits_for_the_device(
     options: dict[str, Any] = {"ema": 0.9, "clip": 1.0, "channels_last": True, "log_every": 1000}
     options |= {"augment": ["flip", {"crop": {"padding": 1}}], "batch_size": 16, "lr": 0.01}
     settings = gpu(tmp_path, optimizer=optimizer, precision=precision, **options)
-    watch = NoWaiting(forbid_waits)
-    result = run(settings, model=model, callbacks=[watch])
-    assert watch.steps > 10
+    # From the third to the tenth step every wait is an error.
+    watch = [At(2, partial(forbid_waits, True)), At(10, partial(forbid_waits, False))]
+    result = run(settings, model=model, callbacks=watch)
+    assert result.history[-1]["step"] > 10
     assert math.isfinite(result.metrics["train_loss"])
     assert next(result.model.parameters()).device.type == "cpu"
 

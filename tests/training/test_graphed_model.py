@@ -35,7 +35,6 @@ def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_graph_gives_the_eager_numbers() -> None:
     model = network().cuda().to(memory_format=torch.channels_last).train()
     eager = copy.deepcopy(model)
@@ -60,7 +59,6 @@ def test_a_graph_gives_the_eager_numbers() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_solver_with_a_tolerance_cannot_be_captured() -> None:
     model = eq.models.create("geq_digits").cuda().train()
     with pytest.raises(RuntimeError, match="fixed steps"):

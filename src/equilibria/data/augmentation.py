@@ -6,7 +6,6 @@ torch's global generator; every sample draws its own operations; and torch alone
 
 from __future__ import annotations
 
-import difflib
 import math
 import random
 import re
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from equilibria.engine.options import check_number, options
+from equilibria.engine.options import check_number, hint, options
 
 from .sampling import host_seed
 from .sources import IGNORE
@@ -473,9 +472,8 @@ def _built(part: Any, num_classes: int | None) -> Transform:
     key = re.sub("[-_]", "", str(name)).lower()
     kind = next((kind for k, kind in _KINDS.items() if k.replace("_", "") == key), None)
     if kind is None:
-        close = difflib.get_close_matches(str(name).lower(), _KINDS, n=1)
-        hint = f" Did you mean '{close[0]}'?" if close else ""
-        raise ValueError(f"there is no augmentation {name!r}.{hint} Known: {', '.join(_KINDS)}.")
+        near = hint(str(name).lower(), _KINDS)
+        raise ValueError(f"there is no augmentation {name!r}.{near} Known: {', '.join(_KINDS)}.")
     if kind in (Mixup, CutMix) and num_classes is not None:
         chosen.setdefault("num_classes", num_classes)
     return kind(**chosen)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+from equilibria.engine.options import hint
 
 from .sources import IGNORE, DataError, PartMissingError, Task
 
@@ -155,9 +156,8 @@ def names() -> list[str]:
 
 def describe(name: str) -> DataCard:
     if name not in _CARDS:
-        close = difflib.get_close_matches(name, _CARDS, n=1)
-        hint = f" Did you mean '{close[0]}'?" if close else ""
-        raise DataError(f"there is no data set {name!r}.{hint} Known: {', '.join(_CARDS)}.")
+        near = hint(name, _CARDS)
+        raise DataError(f"there is no data set {name!r}.{near} Known: {', '.join(_CARDS)}.")
     return _CARDS[name]
 
 

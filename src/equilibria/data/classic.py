@@ -23,7 +23,7 @@ from equilibria.engine.optional import needs
 
 from . import sources
 from .catalog import DataCard, describe, resolve_split
-from .sources import DataError, Found, check_expansion, read_file
+from .sources import DataError, Found, check_expansion, read_file, too_many
 
 _PIXELS = 3 * 32 * 32
 _CIFAR: dict[str, dict[str, tuple[str, ...]]] = {
@@ -154,12 +154,9 @@ def _idx(path: Path, dims: int) -> Tensor:
             shape = [int.from_bytes(head[4 + 4 * k : 8 + 4 * k], "big") for k in range(dims)]
             count = math.prod(shape)
             check_expansion(path, count)
-            if count > sources.MOST_FILE_BYTES:
-                raise DataError(
-                    f"{path}: says it holds {shape} values, and more than "
-                    f"{sources.MOST_FILE_BYTES:,} are refused; the limit is "
-                    "equilibria.data.sources.MOST_FILE_BYTES."
-                )
+            if count > (most := sources.MOST_FILE_BYTES):
+                found = f"{path}: says it holds {shape} values"
+                raise DataError(too_many(found, most, "sources.MOST_FILE_BYTES"))
             body = file.read(count + 1)  # one more than there should be, and no more than that
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path} cannot be read ({error}). Fetch it again.") from error

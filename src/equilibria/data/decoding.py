@@ -34,6 +34,7 @@ from .sources import (
     cache_dir,
     fingerprint,
     read_file,
+    too_many,
 )
 
 OnCorrupt = Literal["raise", "skip"]
@@ -107,10 +108,8 @@ def _opened(data: bytes) -> Any:
         image = pillow.open(io.BytesIO(data), formats=_FORMATS)
         width, height = image.size
         if width * height > MOST_PIXELS:
-            raise CorruptImageError(
-                f"it claims {width} × {height} pixels; more than {MOST_PIXELS:,} are refused, the "
-                "limit equilibria.data.decoding.MOST_PIXELS"
-            )
+            claim = f"it claims {width} × {height} pixels"
+            raise CorruptImageError(too_many(claim, MOST_PIXELS, "decoding.MOST_PIXELS"))
         image.load()
     except CorruptImageError:
         raise
@@ -149,24 +148,20 @@ def _tensor(image: Any) -> Tensor:
 
 
 def _resized(image: Any, size: int | None, square: bool, nearest: bool = False) -> Any:
-    target, box = _target(image.width, image.height, size, square)
+    if size is None:
+        return image
+    width, height = image.size
+    side = min(width, height)
+    target, box = (size, size), None
+    if square:
+        left, top = (width - side) // 2, (height - side) // 2
+        box = (left, top, left + side, top + side)
+    else:
+        target = (max(1, round(width * size / side)), max(1, round(height * size / side)))
     if target == image.size:
         return image
     how = _pillow().Resampling
     return image.resize(target, how.NEAREST if nearest else how.BILINEAR, box=box)
-
-
-def _target(
-    width: int, height: int, size: int | None, square: bool
-) -> tuple[tuple[int, int], tuple[int, int, int, int] | None]:
-    """(width, height) after resizing, and the box that is resized."""
-    if size is None:
-        return (width, height), None
-    side = min(width, height)
-    if square:
-        left, top = (width - side) // 2, (height - side) // 2
-        return (size, size), (left, top, left + side, top + side)
-    return (max(1, round(width * size / side)), max(1, round(height * size / side))), None
 
 
 class LazyImages:

@@ -28,6 +28,7 @@ from .sources import (
     check_expansion,
     check_regular,
     fingerprint,
+    too_many,
 )
 
 _STEMS = {"train": "train", "val": "val|valid|validation", "test": "test"}
@@ -118,10 +119,8 @@ class ParquetFiles:
                     meta, schema = file.metadata, file.schema_arrow
             self.rows.append(meta.num_rows)
             if sum(self.rows) > MOST_ROWS:
-                raise DataError(
-                    f"{path}: {sum(self.rows):,} rows, and more than {MOST_ROWS:,} are refused; "
-                    "the limit is equilibria.data.parquet.MOST_ROWS."
-                )
+                found = f"{path}: {sum(self.rows):,} rows"
+                raise DataError(too_many(found, MOST_ROWS, "parquet.MOST_ROWS"))
             size = sum(meta.row_group(k).total_byte_size for k in range(meta.num_row_groups))
             check_expansion(path, size)
             self.bytes += size

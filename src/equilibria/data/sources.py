@@ -90,11 +90,13 @@ def read_file(path: Path, limit: str = "MOST_FILE_BYTES") -> bytes:
     check_regular(path)
     size, most = path.stat().st_size, int(globals()[limit])
     if size > most:
-        raise OSError(
-            f"it has {size:,} bytes, and more than {most:,} are refused; the limit is "
-            f"equilibria.data.sources.{limit}"
-        )
+        raise OSError(too_many(f"it has {size:,} bytes", most, f"sources.{limit}"))
     return path.read_bytes()
+
+
+def too_many(found: str, most: int, limit: str) -> str:
+    """What is wrong with a file, and the constant of this package that says so."""
+    return f"{found}, and more than {most:,} are refused; the limit is equilibria.data.{limit}"
 
 
 def check_regular(path: Path) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar, dataclass_transform
 
 T = TypeVar("T")
@@ -42,6 +42,12 @@ def shown(value: Any) -> str:
     return text if len(text) <= _LONG else f"{text[: _LONG - 4]} ..."
 
 
+def hint(name: str, known: Iterable[str]) -> str:
+    """A sentence that offers the nearest name, after a space; empty where none is near."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
 class OptionTypeError(OptionError, TypeError):
     """The same where the value is of a wrong type."""
 
@@ -59,11 +65,9 @@ def _helpful_init(cls: type, init: Callable[..., None]) -> Callable[..., None]:
             )
         unknown = [key for key in kwargs if key not in allowed]
         if unknown:
-            close = difflib.get_close_matches(unknown[0], allowed, n=1)
-            hint = f" Did you mean '{close[0]}'?" if close else ""
             given = f"{unknown[0]}={shown(kwargs[unknown[0]])}"
             raise TypeError(
-                f"{name} has no option '{unknown[0]}' (got {given}).{hint}"
+                f"{name} has no option '{unknown[0]}' (got {given}).{hint(unknown[0], allowed)}"
                 f" It takes: {', '.join(allowed) or 'no options'}."
             )
         init(self, **kwargs)

@@ -101,7 +101,7 @@ class CertifiedNet(Network):
         layer: Callable[..., nn.Module],
         **options: Any,
     ) -> None:
-        super().__init__(config.in_channels)
+        super().__init__(config.in_channels, config.image_size)
         patch = patch_size(options)
         halvings = 2 ** (len(widths) - 1)
         why = f"unshuffle={unshuffle}, {len(widths)} stages and patches of {patch} pixels need that"

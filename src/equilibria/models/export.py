@@ -327,10 +327,10 @@ def load_onnx(path: str | os.PathLike[str]) -> OnnxNetwork:
         if about.get("format") != FORMAT:
             raise ValueError(f"format={about.get('format')!r}, expected {FORMAT!r}")
         network = OnnxNetwork(session, about).eval()
-        _ = network.preprocessing, network.classes
+        _ = network.classes  # raises where they do not fit
         (given,) = session.get_inputs()
-        size = network.preprocessing.size
-        if given.name != "images" or given.shape[1:] != [network.in_channels, size, size]:
+        shape = [network.in_channels, network.side, network.side]
+        if given.name != "images" or given.shape[1:] != shape:
             raise ValueError(f"its input is {given.name} {given.shape}")
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise ModelFileError(f"{place} was not written by models.export: {error}.") from error
@@ -350,16 +350,11 @@ class OnnxNetwork(Network):
         config = ModelConfig(**about["config"])
         super().__init__(config.in_channels)
         self.config, self.extra = config, dict(about["extra"])
+        self.side = self.preprocessing.size
         self.steps, self.early_stop = int(about["steps"]), bool(about["early_stop"])
         self._session = session
 
     def logits(self, x: Tensor) -> Tensor:
-        size = self.preprocessing.size
-        if x.shape[2:] != (size, size):
-            shape = tuple(x.shape)
-            raise ValueError(
-                f"the exported network takes [B, {x.shape[1]}, {size}, {size}], {shape=}"
-            )
         found = self._session.run(None, {"images": x.detach().cpu().float().contiguous().numpy()})
         logits, *rest = map(torch.from_numpy, found)
         if self.steps:

@@ -23,12 +23,11 @@ class MonotoneNet(Network):
     def __init__(
         self, config: ModelConfig, *, channels: tuple[int, ...], pool: int, **options: Any
     ) -> None:
-        super().__init__(config.in_channels)
+        super().__init__(config.in_channels, config.image_size)
         halved = len(channels) - 1
         unit = pool * 2**halved
         why = f"{len(channels)} tier(s) halve it {halved} time(s), and it is pooled by {pool}"
         check_pixels(config.image_size, unit, why)
-        self.image_size = config.image_size
         self.layer = MonotoneDEQ(
             channels if len(channels) > 1 else channels[0],
             in_channels=config.in_channels,
@@ -40,11 +39,6 @@ class MonotoneNet(Network):
         self.head = nn.Linear(channels[-1] * side * side, config.num_classes)
 
     def logits(self, x: Tensor) -> Tensor:
-        if x.shape[-2:] != (self.image_size, self.image_size):
-            raise ValueError(
-                f"this network reads {self.image_size} × {self.image_size} pixels, got "
-                f"{x.shape[-2]} × {x.shape[-1]}; create it with image_size=..."
-            )
         z = self.layer(x)
         last: Tensor = z if isinstance(z, Tensor) else z[-1]
         out: Tensor = self.head(self.pool(last).flatten(1))

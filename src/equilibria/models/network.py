@@ -13,16 +13,16 @@ from torch import Tensor, nn
 
 from equilibria.adjoints import Phantom
 from equilibria.certify import LabelStopping
+from equilibria.engine.options import hint
 from equilibria.engine.result import warn_user
 from equilibria.engine.transforms import transforms_active
 from equilibria.ops.pooling import average_pool
 from equilibria.solvers import ProximalGradient
 
 from .hub import OnHub
-from .options import option
+from .options import from_json, option, short
 from .prediction import Prediction, predictions, stopped_predictions
 from .preprocessing import InputWarning, Preprocessing
-from .values import from_json, hint, short
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,11 @@ class Network(nn.Module, OnHub, ABC):
     extra: dict[str, Any]
     """What was saved beside the weights: class names, mean and deviation, metrics."""
 
-    def __init__(self, in_channels: int) -> None:
+    def __init__(self, in_channels: int, side: int | None = None) -> None:
         super().__init__()
         self.in_channels = in_channels
+        self.side = side
+        """Pixels of a side of the images, where the head reads every pixel; None: any."""
         self.extra = {}
 
     @property
@@ -174,12 +176,14 @@ class Network(nn.Module, OnHub, ABC):
         return self.logits(x)
 
     def check_input(self, x: Tensor) -> None:
-        """Raise unless x is a floating tensor [B, in_channels, H, W]."""
+        """Raise unless x is a floating tensor [B, in_channels, H, W], or of the one size."""
         name = self.config.name if hasattr(self, "config") else type(self).__name__
-        expected = f"{name} takes normalized images [B, {self.in_channels}, H, W]"
+        height, width = self.side or "H", self.side or "W"
+        expected = f"{name} takes normalized images [B, {self.in_channels}, {height}, {width}]"
         if not isinstance(x, Tensor):
             raise TypeError(f"{expected} as a tensor, got {type(x).__name__}.")
-        if x.ndim != 4 or x.shape[1] != self.in_channels:
+        fits = x.ndim == 4 and x.shape[1] == self.in_channels
+        if not fits or (self.side is not None and x.shape[2:] != (height, width)):
             raise ValueError(f"{expected}, got a tensor of shape {tuple(x.shape)}.")
         if not x.is_floating_point():
             raise TypeError(

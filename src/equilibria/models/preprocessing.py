@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from equilibria.engine.optional import needs
+from equilibria.engine.options import shown
 from equilibria.engine.result import warn_user
 
 LARGEST_SIDE = 4096
@@ -50,7 +51,7 @@ class Preprocessing:
         mean = _numbers("mean", extra.get("mean") or [0.0] * channels, channels)
         std = _numbers("std", extra.get("std") or [1.0] * channels, channels)
         if min(std) <= 0:
-            raise ValueError(f"the weights store std={list(std)}: expected positive numbers.")
+            raise _wrong("std", list(std), "expected positive numbers")
         size = trained_side(extra.get("image_size") or image_size, whole)
         return cls(channels, size, mean, std, whole)
 
@@ -88,9 +89,9 @@ class Preprocessing:
                 doubts.setdefault(doubt, []).append(name)
         shapes = {tuple(x.shape) for x in made}
         if len(shapes) > 1:
-            shown = ", ".join(f"{h} × {w}" for _, h, w in sorted(shapes)[:3])
+            sizes = ", ".join(f"{h} × {w}" for _, h, w in sorted(shapes)[:3])
             raise ValueError(
-                f"whole images of different shapes ({shown} pixels) do not fit one batch: give "
+                f"whole images of different shapes ({sizes} pixels) do not fit one batch: give "
                 "them one at a time."
             )
         for doubt, whose in doubts.items():
@@ -200,16 +201,16 @@ class Preprocessing:
         return ""
 
 
+def _wrong(key: str, given: Any, wanted: str) -> ValueError:
+    return ValueError(f"the weights store {key}={shown(given)}: {wanted}.")
+
+
 def _numbers(key: str, given: Any, channels: int) -> tuple[float, ...]:
     listed = isinstance(given, (list, tuple)) and len(given) == channels
     if not listed or not all(
         isinstance(v, (int, float)) and abs(v) < 1e6 and math.isfinite(v) for v in given
     ):
-        shown = repr(given)[:80]
-        raise ValueError(
-            f"the weights store {key}={shown}: expected {channels} finite number(s), one for each "
-            "channel of the network."
-        )
+        raise _wrong(key, given, f"expected {channels} finite number(s), one for each channel")
     return tuple(float(v) for v in given)
 
 
@@ -218,11 +219,7 @@ def trained_side(given: Any, whole: bool) -> int:
     sides = list(given) if isinstance(given, (list, tuple)) else [given]
     whole_numbers = all(isinstance(s, int) and not isinstance(s, bool) and s > 0 for s in sides)
     if not whole_numbers or len(sides) not in (1, 2) or (len(set(sides)) > 1 and not whole):
-        shown = repr(given)[:80]
-        raise ValueError(f"the weights store image_size={shown}: expected the side of a square.")
+        raise _wrong("image_size", given, "expected the side of a square")
     if max(sides) > LARGEST_SIDE:
-        shown = repr(given)[:80]
-        raise ValueError(
-            f"the weights store image_size={shown}: the limit is {LARGEST_SIDE} pixels for a side."
-        )
+        raise _wrong("image_size", given, f"the limit is {LARGEST_SIDE} pixels for a side")
     return int(min(sides))

@@ -9,8 +9,7 @@ from typing import Any
 
 from . import branches, certified, deep_opteq, mdeq, monotone, resnet, stacks
 from .network import ModelCard, ModelConfig, ModelSpec, Network, prefixed
-from .options import SIZES
-from .values import to_json
+from .options import SIZES, to_json
 
 SPECS: Mapping[str, ModelSpec] = {
     spec.card.name: spec

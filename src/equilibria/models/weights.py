@@ -31,8 +31,8 @@ from equilibria.engine import write_bytes
 from equilibria.engine.optional import needs
 
 from .network import ModelConfig, Network
+from .options import KINDS
 from .registry import create
-from .values import KINDS
 
 Place = str | os.PathLike[str]
 FORMAT = "equilibria-model/1"

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from equilibria.data import build_augmentation
 from equilibria.engine.optional import needs
 from equilibria.engine.options import OptionError, OptionTypeError, check_number, options, shown
-from equilibria.models.values import to_json
+from equilibria.models.options import to_json
 
 from .yaml_values import MOST_CHARACTERS, parse_yaml
 
@@ -52,7 +52,8 @@ def option(
     return dataclasses.field(default=default, metadata=known)
 
 
-def _refuse(name: str, value: Any, why: str, kind: type[OptionError] = OptionError) -> NoReturn:
+def refuse(name: str, value: Any, why: str, kind: type[OptionError] = OptionError) -> NoReturn:
+    """Raise the error of an option, which says why, what is allowed and what to do."""
     got = f", got {type(value).__name__}" if kind is OptionTypeError else ""
     raise kind("TrainConfig", {name: value}, f": {why}{got}.")
 
@@ -79,7 +80,7 @@ def _plain(value: Any) -> Any:
 
 def _model_options(value: Any) -> Any:
     if not isinstance(value, Mapping):
-        _refuse("model_options", value, "expected a mapping from option to value", OptionTypeError)
+        refuse("model_options", value, "expected a mapping from option to value", OptionTypeError)
     return _plain(value)
 
 
@@ -87,7 +88,7 @@ def _augment(value: Any) -> tuple[Any, ...]:
     """("flip", {"crop": {"padding": 2}}): each a name, or a name with its options."""
     if isinstance(value, str) or not isinstance(value, Sequence):
         example = "['crop', 'flip'] or [{'crop': {'padding': 2}}, 'flip']"
-        _refuse("augment", value, f"expected a list such as {example}", OptionTypeError)
+        refuse("augment", value, f"expected a list such as {example}", OptionTypeError)
     plain = tuple(_plain(entry) for entry in value)
     try:
         build_augmentation(plain, num_classes=2)  # its errors know every name and option
@@ -100,7 +101,7 @@ def _loggers(value: Any) -> tuple[str, ...]:
     found = tuple(value) if isinstance(value, (list, tuple)) else (value,)
     for name in found:
         if name not in _LOGGERS:
-            _refuse("loggers", value, _one_of(name, _LOGGERS))
+            refuse("loggers", value, _one_of(name, _LOGGERS))
     return found
 
 
@@ -113,7 +114,7 @@ def _integers(value: Any, least: int) -> bool:
 
 def _milestones(value: Any) -> tuple[int, ...]:
     if not _integers(value, 1) or list(value) != sorted(set(value)):
-        _refuse("milestones", value, "expected a list of rising epochs, such as [60, 120]")
+        refuse("milestones", value, "expected a list of rising epochs, such as [60, 120]")
     return tuple(value)
 
 
@@ -122,7 +123,7 @@ def _devices(value: Any) -> int | str | tuple[int, ...]:
         return tuple(value)
     if value != "auto" and not _integers([value], 1):
         what = "a number of devices of at least 1, a list of their indices, or 'auto'"
-        _refuse("devices", value, f"expected {what}")
+        refuse("devices", value, f"expected {what}")
     return value  # type: ignore[no-any-return]
 
 
@@ -259,13 +260,13 @@ class TrainConfig:
                 check_number(self, name, optional=optional, **known["number"])
             elif known["choices"]:
                 if value not in known["choices"]:
-                    _refuse(name, value, _one_of(value, known["choices"]))
+                    refuse(name, value, _one_of(value, known["choices"]))
             elif isinstance(field.default, bool):
                 if not isinstance(value, bool):
-                    _refuse(name, value, "expected True or False", OptionTypeError)
+                    refuse(name, value, "expected True or False", OptionTypeError)
             elif known["parse"] is None and not (value if isinstance(value, str) else free):
                 wanted = f"expected a non-empty text{' or None' * optional}"
-                _refuse(name, value, wanted, OptionTypeError)
+                refuse(name, value, wanted, OptionTypeError)
         for wrong, names, why in self._conflicts():
             if wrong:
                 given = {name: getattr(self, name) for name in names.split()}
@@ -337,8 +338,6 @@ class TrainConfig:
     @classmethod
     def from_yaml(cls, path: str | Path) -> TrainConfig:
         """Read a file of ``name: value`` lines; names that are left out keep their default."""
-        with needs("yaml", "a configuration file"):
-            import yaml  # type: ignore[import-untyped, unused-ignore]
         try:
             with Path(path).open("rb") as file:  # a device may not end
                 text = file.read(4 * MOST_CHARACTERS + 1).decode("utf-8")
@@ -353,8 +352,6 @@ class TrainConfig:
             ) from None
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} is not a text file in UTF-8: {error}") from error
-        except yaml.YAMLError as error:
-            raise ValueError(f"{path} is not valid YAML: {error}") from error
         except OptionError as error:
             error.source = str(path)
             raise
@@ -365,7 +362,7 @@ class TrainConfig:
     def to_yaml(self, path: str | Path | None = None) -> str:
         """The text of a file that ``from_yaml`` reads; written there too if a path is given."""
         with needs("yaml", "a configuration file"):
-            import yaml
+            import yaml  # type: ignore[import-untyped, unused-ignore]
         made = yaml.safe_dump(
             self.to_dict(), sort_keys=False, allow_unicode=True, default_flow_style=None
         )

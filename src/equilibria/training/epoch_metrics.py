@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equilibria.engine.result import ConvergenceWarning, Result
+from equilibria.adjoints.graph import blown_up
+from equilibria.engine.result import ConvergenceWarning
 from equilibria.nn import Observed, equilibrium_layers
 
 SOLVER_FIELDS = ("solver_steps", "residual", "converged", "failed")
@@ -35,6 +36,7 @@ class EpochMetrics:
         self._sums = torch.zeros(11, dtype=torch.float64)
         self._window = self._start = [0.0] * 11
         self._began = self._window_began = time.perf_counter()
+        self._added = False
         self.gradient_norm: Tensor | None = None
         """Of the latest step."""
 
@@ -51,6 +53,7 @@ class EpochMetrics:
             sums[3:] += torch.cat([torch.where(found, numbers, 0.0), found]).to(sums.dtype)
 
     def _on(self, device: torch.device) -> Tensor:
+        self._added = True
         wide = torch.float32 if device.type == "mps" else torch.float64
         self._sums = self._sums.to(device, wide, non_blocking=True)
         return self._sums
@@ -78,9 +81,11 @@ class EpochMetrics:
         torch.distributed.all_reduce(self._sums)
 
     def state_dict(self) -> dict[str, Any]:
-        """The sums, of all processes together."""
+        """The sums, of all processes together: each takes part, also one whose labels so far do not
+        count, and none before the first step."""
         sums = self._sums.clone()
-        if torch.distributed.is_available() and torch.distributed.is_initialized() and sums[2] > 0:
+        several = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if several and self._added:
             torch.distributed.all_reduce(sums)
         return {"sums": sums.tolist()}
 
@@ -109,12 +114,9 @@ def solver_numbers(model: nn.Module, seen: Observed) -> Tensor | None:
     for name, solutions in seen.solutions.items():
         solver = getattr(layers.get(name), "solver", None)
         for solution in solutions:
-            result = solution.result.flatten()
             steps.append(solution.stats.steps.flatten().float())
             relative.append(solution.stats.relative.flatten().float())
-            failed.append(
-                ((result == int(Result.diverged)) | (result == int(Result.nonfinite))).float()
-            )
+            failed.append(blown_up(solution.result).flatten().float())
             if not getattr(solver, "fixed_steps", False):
                 tested.append(solution.converged.flatten().float())
     residual = torch.cat(relative)

@@ -12,18 +12,6 @@ from equilibria.engine import ConvergenceWarning
 from equilibria.nn.steps import solver_layers
 
 
-class _Shell(nn.Module):
-    """The model behind a forward of its own: capture replaces that one, not the user's."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.model(x)
-        return out
-
-
 class GraphedModel:
     """Calls ``model`` in training mode by CUDA graphs, captured at the first batch of each shape.
 
@@ -43,15 +31,13 @@ class GraphedModel:
         self._graphed: dict[Any, nn.Module] = {}
 
     def __call__(self, x: Tensor) -> Tensor:
-        eager = not x.is_cuda or not self.model.training or not torch.is_grad_enabled()
-        if eager or x.requires_grad:
-            return self.model(x)  # type: ignore[no-any-return]
-        key = self._key(x)
-        if key not in self._graphed:
-            if len(self._graphed) >= self.shapes:
-                return self.model(x)  # type: ignore[no-any-return]
-            self._graphed[key] = self._capture(x)
-        out: Tensor = self._graphed[key](x)
+        run = self.model
+        if x.is_cuda and run.training and torch.is_grad_enabled() and not x.requires_grad:
+            key = self._key(x)
+            if key not in self._graphed and len(self._graphed) < self.shapes:
+                self._graphed[key] = self._capture(x)
+            run = self._graphed.get(key, run)
+        out: Tensor = run(x)
         return out
 
     def _key(self, x: Tensor) -> Any:
@@ -69,7 +55,7 @@ class GraphedModel:
         cast = torch.autocast(
             device, torch.get_autocast_dtype(device), enabled=autocasts, cache_enabled=False
         )
-        shell = _Shell(self.model)
+        shell = nn.Sequential(self.model)  # capture replaces its forward, not that of the model
         # torch captures on a stream of its own on purpose, and newer versions warn of that.
         allow = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", None)
         if allow is not None:
@@ -85,10 +71,9 @@ class GraphedModel:
             raise
         except RuntimeError as error:
             raise RuntimeError(
-                f"the model cannot be captured as a CUDA graph: {str(error).splitlines()[0]} As a "
-                "rule something in its forward or backward pass waits for the host (a solver with "
-                "a tolerance, a value read in Python): use solvers with fixed steps (rtol=0, "
-                "atol=0, max_steps=...), or leave cuda_graphs out."
+                f"the model cannot be captured as a CUDA graph: {str(error).splitlines()[0]} If it "
+                "waits for the host, for a tolerance or a value read in Python, use solvers with "
+                "fixed steps (rtol=0, atol=0), or leave cuda_graphs out."
             ) from error
         finally:
             with torch.no_grad():

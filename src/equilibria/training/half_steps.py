@@ -12,10 +12,9 @@ from typing import Any
 from torch import nn
 
 from equilibria.adjoints import Phantom
-from equilibria.engine import OptionError
 from equilibria.nn.steps import solver_layers
 
-from .config import TrainConfig
+from .config import TrainConfig, refuse
 
 
 class HalfSteps:
@@ -31,12 +30,9 @@ class HalfSteps:
         """How many epochs have half of the steps."""
         self._halves = list(_halves(model)) if config.half_steps else []
         if config.half_steps and not self._halves:
-            raise OptionError(
-                "TrainConfig",
-                {"half_steps": config.half_steps},
-                " needs equilibrium layers with a fixed number of steps, and there is none in "
-                f"{type(model).__name__}; give their solvers rtol=0, atol=0, or leave it at 0.",
-            )
+            none = f"there is no layer with a fixed number of steps in {type(model).__name__}"
+            why = f"{none}; give their solvers rtol=0, atol=0, or leave it at 0"
+            refuse("half_steps", config.half_steps, why)
 
     @contextmanager
     def taken(self, epoch: int) -> Iterator[None]:

@@ -14,12 +14,11 @@ from torch.optim import Optimizer
 from torchmetrics.aggregation import SumMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassJaccardIndex
 
-from equilibria.engine import OptionError
 from equilibria.engine.spectral import jacobian_penalty
 from equilibria.nn import EquilibriumLayer, MapLayer, equilibrium_layers, observe
 from equilibria.nn.observing import collect_penalties
 
-from .config import TrainConfig
+from .config import TrainConfig, refuse
 from .epoch_metrics import EpochMetrics, solver_numbers
 from .graphed_model import GraphedModel
 from .half_steps import HalfSteps
@@ -153,12 +152,8 @@ class EquilibriumModule(pl.LightningModule):
 
     def on_fit_start(self) -> None:
         if self.config.cuda_graphs and self.device.type != "cuda":
-            raise OptionError(
-                "TrainConfig",
-                {"cuda_graphs": True},
-                f": this run is on {self.device.type}, and CUDA graphs need a CUDA device; leave "
-                "them out.",
-            )
+            why = f"this run is on {self.device.type}, and CUDA graphs need a CUDA device"
+            refuse("cuda_graphs", True, f"{why}; leave them out")
 
     @property
     def _epoch(self) -> int:
@@ -323,12 +318,8 @@ class JacobianPenalty:
         unknown = [m for m in self._others if not isinstance(m, (EquilibriumLayer, MapLayer))]
         if weight and (unknown or not layers):
             what = f"{type(unknown[0]).__name__} shows none" if unknown else "there is none"
-            raise OptionError(
-                "TrainConfig",
-                {"jacobian_weight": weight},
-                f" needs equilibrium layers whose map is known, and {what} in "
-                f"{type(model).__name__}; leave it at 0.",
-            )
+            why = f"it needs layers whose map is known, and {what} in {type(model).__name__}"
+            refuse("jacobian_weight", weight, f"{why}; leave it at 0")
 
         self.active = bool(self._others) or any(layer.jacobian_weight for layer in own)
         """Whether there is anything to penalize."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from equilibria.adjoints.graph import blown_up
 from equilibria.engine.result import ConvergenceWarning, Result
 from equilibria.nn import observe
 
@@ -78,14 +79,12 @@ def examine(
     buffers = [(b, b.clone()) for b in model.buffers()]
     first: list[dict[str, Any]] = []
 
-    def look(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            if not first and isinstance(output, Tensor) and _bad(output):
-                first.append({"module": name, "kind": type(module).__name__})
+    def look(module: nn.Module, inputs: Any, output: Any) -> None:
+        if not first and isinstance(output, Tensor) and _bad(output):
+            first.append({"module": names[module], "kind": type(module).__name__})
 
-        return hook
-
-    handles = [m.register_forward_hook(look(n)) for n, m in model.named_modules() if n]
+    names = {module: name for name, module in model.named_modules() if name}
+    handles = [module.register_forward_hook(look) for module in names]
     try:
         with observe(model) as seen, warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)  # it is what the report is about
@@ -123,7 +122,7 @@ def _places(mask: Tensor) -> list[int]:
 
 def _solves(solutions: list[Any]) -> dict[str, Any]:
     result = torch.cat([s.result.flatten().long() for s in solutions])
-    failed = _places((result == int(Result.diverged)) | (result == int(Result.nonfinite)))
+    failed = _places(blown_up(result))
     counts = {code.name: int((result == int(code)).sum()) for code in Result}
     results = {name: n for name, n in counts.items() if n}
     return {"results": results, "failed": len(failed), "failed_samples": failed[:_MOST]}

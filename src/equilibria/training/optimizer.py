@@ -43,10 +43,8 @@ def make_optimizer(model: nn.Module, config: TrainConfig, *, fused: bool = False
     """The optimizer of the configuration. ``fused`` runs one kernel for all, where it exists."""
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained:
-        raise ValueError(
-            f"the model ({type(model).__name__}) has no parameter that requires a gradient: there "
-            "is nothing to train."
-        )
+        name = type(model).__name__
+        raise ValueError(f"{name} has no parameter that requires a gradient: nothing to train.")
     parameters: Any = trained if config.decay_norms else decay_groups(model, config.weight_decay)
     common: dict[str, Any] = {
         "lr": config.lr,

@@ -20,8 +20,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from equilibria.nn import MultiBranch
 
-from .config import TrainConfig
-
 _LOST = re.compile(
     r"(?i)gloo|nccl|connection (closed|reset)|timed out|timeout|pair closure|process group|store"
 )
@@ -38,11 +36,7 @@ def rank() -> int:
     return known or int(os.environ.get("NODE_RANK") or os.environ.get("GROUP_RANK") or 0)
 
 
-def make_strategy(config: TrainConfig) -> Any:
-    return _Sharded(state_dict_type="full") if config.strategy == "fsdp" else config.strategy
-
-
-class _Sharded(FSDPStrategy):
+class Sharded(FSDPStrategy):
     """FSDP; on the CPU too, which Lightning refuses and torch can (gloo)."""
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
@@ -57,14 +51,13 @@ class _Sharded(FSDPStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self.root_device.type != "cpu":
             return super().lightning_module_state_dict()
-        from torch.distributed.fsdp import FullStateDictConfig, StateDictType
-        from torch.distributed.fsdp import FullyShardedDataParallel as Sharded
+        from torch.distributed import fsdp
 
         # Lightning moves it to the CPU, where torch then reads memory that it has freed.
         assert self.model is not None
-        where = FullStateDictConfig(offload_to_cpu=False, rank0_only=False)
-        kind = StateDictType.FULL_STATE_DICT
-        with Sharded.state_dict_type(self.model, kind, where):
+        where = fsdp.FullStateDictConfig(offload_to_cpu=False, rank0_only=False)
+        kind = fsdp.StateDictType.FULL_STATE_DICT
+        with fsdp.FullyShardedDataParallel.state_dict_type(self.model, kind, where):
             return dict(self.model.state_dict())
 
 
@@ -116,34 +109,27 @@ class JointNorms(LayerSync):
     not: each process takes its own number of steps there, and would wait for the others forever."""
 
     def __init__(self) -> None:
-        self._replaced: list[tuple[nn.Module, str, nn.Module]] = []
+        self._own: dict[nn.Module, type[nn.Module]] = {}
 
     def apply(self, model: Any) -> nn.Module:
         on_cpu = model.trainer.strategy.root_device.type == "cpu"
-        self._replace(model, _OnCPU if on_cpu else _OnGPU)
+        self._own = {norm: type(norm) for norm in _outer_norms(model)}
+        for norm in self._own:
+            norm.__class__ = _OnCPU if on_cpu else _OnGPU  # its parameters stay where they are
         return model  # type: ignore[no-any-return]
 
-    def _replace(self, parent: nn.Module, kind: Any) -> None:
-        for name, child in parent.named_children():
-            if isinstance(child, _BatchNorm):
-                joint = kind(child.num_features, child.eps, child.momentum, child.affine)
-                self._replaced.append((parent, name, child))
-                setattr(parent, name, _take_over(joint, child))
-            elif isinstance(child, MultiBranch) or not getattr(child, "is_equilibrium", False):
-                self._replace(child, kind)
-
     def revert(self, model: nn.Module) -> nn.Module:
-        for parent, name, child in self._replaced:
-            setattr(parent, name, _take_over(child, getattr(parent, name)))
-        self._replaced.clear()
+        for norm, kind in self._own.items():
+            norm.__class__ = kind
         return model
 
 
-def _take_over(norm: nn.Module, other: nn.Module) -> nn.Module:
-    """``norm`` with the parameters and statistics of the other."""
-    norm._parameters.update(other._parameters)
-    norm._buffers.update(other._buffers)
-    return norm.train(other.training)
+def _outer_norms(parent: nn.Module) -> Iterator[nn.Module]:
+    for child in parent.children():
+        if isinstance(child, _BatchNorm):
+            yield child
+        elif isinstance(child, MultiBranch) or not getattr(child, "is_equilibrium", False):
+            yield from _outer_norms(child)
 
 
 def _joint(norm: _BatchNorm) -> bool:
@@ -152,6 +138,8 @@ def _joint(norm: _BatchNorm) -> bool:
 
 
 class _OnGPU(nn.SyncBatchNorm):
+    process_group = None  # of all processes
+
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) if _joint(self) else _BatchNorm.forward(self, x)
 
@@ -177,7 +165,8 @@ class _OnCPU(_BatchNorm):
             with torch.no_grad():
                 assert self.num_batches_tracked is not None
                 self.num_batches_tracked += 1
-                rate = self.momentum or 1.0 / float(self.num_batches_tracked)
+                mean_of_all = 1.0 / float(self.num_batches_tracked)
+                rate = mean_of_all if self.momentum is None else self.momentum
                 unbiased = variance * n / (n - 1).clamp_min(1)
                 self.running_mean.lerp_(mean.to(self.running_mean), rate)
                 self.running_var.lerp_(unbiased.to(self.running_var), rate)

@@ -196,7 +196,7 @@ class Run(Checkpoint):
         self.batches = TrainBatches(self.data, self.config, self.progress, **place)
         self.module = self._module(trainer)
         try:
-            with self.request, processes.announced(self._advice):
+            with self.request, processes.announced(self.folder.advice):
                 trainer.fit(self.module, self.batches, self.batches.valid, ckpt_path=self.resume)
                 result = self._finish(trainer)
         except (_Stop, KeyboardInterrupt):  # the latter: a second Ctrl-C at the end
@@ -212,7 +212,7 @@ class Run(Checkpoint):
             raise ProcessLostError(
                 "The processes of the training lost each other: one was killed, failed (it says "
                 "why itself), or did not answer for process_timeout="
-                f"{self.config.process_timeout:g} s. {self._advice()}"
+                f"{self.config.process_timeout:g} s. {self.folder.advice()}"
             ) from error
         if self.request.asked:  # too late to cut anything short; who asked wants nothing to follow
             said = "Interrupted as the last epoch ended: the training is complete, with all its"
@@ -234,7 +234,7 @@ class Run(Checkpoint):
             accelerator=config.accelerator,
             devices=list(config.devices) if isinstance(config.devices, tuple) else config.devices,
             num_nodes=config.nodes,
-            strategy=processes.make_strategy(config),
+            strategy=processes.Sharded() if config.strategy == "fsdp" else config.strategy,
             precision=config.precision,  # type: ignore[arg-type]
             callbacks=[*own, *callbacks, self],
             plugins=[run_folder.CheckpointFile(), *joint],
@@ -250,11 +250,6 @@ class Run(Checkpoint):
             # The batches are shared out already.
             use_distributed_sampler=False,
         )
-
-    def _advice(self) -> str:
-        if self.folder.checkpoint.exists():
-            return f"The checkpoint {self.folder.checkpoint} is complete: resume from it."
-        return "No checkpoint was written yet: start the run again."
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if trainer.world_size > 1 and not self.config.compile:  # which takes minutes, of each
@@ -275,7 +270,7 @@ class Run(Checkpoint):
         module.logs = False
         uneven = self.data.train.ignore_index is not None or self.batches.uneven
         module.weighs = trainer.world_size > 1 and uneven
-        module.on_nonfinite = lambda found: self._nonfinite(found, trainer)
+        module.on_nonfinite = lambda found: self._nonfinite(self.progress.step, found, trainer)
         return module
 
     def on_save_checkpoint(
@@ -369,7 +364,7 @@ class Run(Checkpoint):
         logged = (self.progress.step - 1) % self.config.log_every == 0
         last = self.progress.batch == self.batches.per_epoch
         if logged:  # the one place in a step where the host waits for the device
-            self._check_finite()
+            self._check_finite(trainer)
             latest = self.module.metrics.latest()
             norm = self.module.metrics.gradient_norm
             norms = {} if norm is None else {"gradient_norm": float(norm)}
@@ -387,7 +382,7 @@ class Run(Checkpoint):
         self._share_buffers(trainer)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._check_finite()
+        self._check_finite(trainer)
         if self._lost():
             self.save(trainer)
         metrics = self.module.metrics
@@ -459,10 +454,16 @@ class Run(Checkpoint):
             self.request.asked = True
         return self.request.asked
 
-    def _check_finite(self) -> None:
-        bad = self.module.guard.first_bad()
-        if bad is not None:
-            self.module.on_nonfinite({"deferred_step": bad})
+    def _check_finite(self, trainer: pl.Trainer) -> None:
+        step = self.module.guard.first_bad()
+        if step is not None:
+            # Noted on the device some steps ago: make that batch again and look at it now. The
+            # weights have not moved since.
+            batch = self.batches.batch(*divmod(step, self.batches.per_epoch))
+            with trainer.precision_plugin.forward_context():
+                looked = self.module.examine(*batch)
+            found = {"what": "loss or its gradient", "value": "NaN or infinite", **looked}
+            self._nonfinite(step, found, trainer)
 
     def _log(self, trainer: pl.Trainer, group: str, values: Mapping[str, float]) -> None:
         finite = {f"{group}/{k}": float(v) for k, v in values.items() if math.isfinite(v)}
@@ -487,15 +488,8 @@ class Run(Checkpoint):
         if self.main:
             self.folder.write_weights(path, self.whole, self.data, self.config, row)
 
-    def _nonfinite(self, found: dict[str, Any], trainer: pl.Trainer) -> NoReturn:
-        step = int(found.pop("deferred_step", self.progress.step))
+    def _nonfinite(self, step: int, found: dict[str, Any], trainer: pl.Trainer) -> NoReturn:
         epoch, number = divmod(step, self.batches.per_epoch)
-        if "what" not in found:
-            # Noted on the device some steps ago: make that batch again and look at it now. The
-            # weights have not moved since.
-            with trainer.precision_plugin.forward_context():
-                looked = self.module.examine(*self.batches.batch(epoch, number))
-            found = {"what": "loss or its gradient", "value": "NaN or infinite", **looked}
         report = {
             "epoch": epoch + 1,
             "batch": number,

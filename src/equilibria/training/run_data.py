@@ -12,9 +12,8 @@ from torch import Tensor
 
 from equilibria import data as sets
 from equilibria.data import Batches, ImageData, build_augmentation, held_out
-from equilibria.engine import OptionError
 
-from .config import TrainConfig
+from .config import TrainConfig, refuse
 from .progress import Progress
 
 
@@ -84,12 +83,8 @@ def few(images: ImageData, samples: int, seed: int) -> Tensor:
     """[N] bool: ``samples`` of them, of each class its share and at least one, by the seed."""
     count = len(images)
     if samples > count:
-        raise OptionError(
-            "TrainConfig",
-            {"samples": samples},
-            f": {images.name} has {count} training images; give at most as many, or leave samples "
-            "out for all of them.",
-        )
+        why = f"{images.name} has {count} training images; give at most as many"
+        refuse("samples", samples, f"{why}, or leave samples out for all of them")
     if samples == count:
         return torch.ones(count, dtype=torch.bool)
     if 2 * samples <= count:
@@ -100,10 +95,8 @@ def few(images: ImageData, samples: int, seed: int) -> Tensor:
 def _check(given: Any) -> RunData:
     train, valid = given if isinstance(given, tuple) and len(given) == 2 else (None, None)
     if not isinstance(train, ImageData) or not isinstance(valid, (ImageData, type(None))):
-        raise TypeError(
-            "data must be (training, validation), two ImageData (the second may be None), got "
-            f"{type(given).__name__}."
-        )
+        kind = type(given).__name__
+        raise TypeError(f"data must be two ImageData, (training, validation or None), got {kind}.")
     if valid is not None:
         for name in ("classes", "task", "ignore_index"):
             mine, other = getattr(train, name), getattr(valid, name)
@@ -128,12 +121,8 @@ class TrainBatches:
     ) -> None:
         self._progress = progress
         if config.batch_size % place["world"]:
-            raise OptionError(
-                "TrainConfig",
-                {"batch_size": config.batch_size},
-                f" is shared by {place['world']} processes and does not divide evenly; take a "
-                f"multiple of {place['world']}.",
-            )
+            why = f"{place['world']} processes share a batch; take a multiple of {place['world']}"
+            refuse("batch_size", config.batch_size, why)
         size = config.batch_size // place["world"]
         place |= {"channels_last": config.channels_last, "prefetch": max(1, config.workers)}
         self.uneven = len(data.train) < config.batch_size

@@ -19,7 +19,7 @@ import shlex
 import shutil
 import sys
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -92,7 +92,8 @@ class RunFolder:
         if self.path.exists() and not self.path.is_dir():
             raise NotADirectoryError(f"{self.path} is a file; a run needs a folder.")
         if self.path.exists():
-            self._take_lock()
+            with self._usable():
+                self.lock.take()
         holds = any(file.exists() for file in (*self._files, self.logs))
         if self.lock.stale and not self._saved():
             holds = False
@@ -102,11 +103,8 @@ class RunFolder:
     def open(self, *, resume: bool, overwrite: bool = False) -> None:
         """Make and lock the folder. Without ``resume`` remove the files of a run that was there,
         and only those; what a write that was killed left behind is always removed."""
-        try:
+        with self._usable():
             self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            why = f"cannot make the folder {self.path}: {error.strerror}; set another one as out."
-            raise OSError(error.errno, why) from error
         if not self.lock.held():  # another run may have come first
             self.check(resume=resume, overwrite=overwrite)
         self._opened = True
@@ -125,17 +123,24 @@ class RunFolder:
         began = self._opened or self.lock.stale
         self.lock.release(keep=began and not self._saved())
 
+    def advice(self) -> str:
+        """How to go on after an error."""
+        if self.checkpoint.exists():
+            return f"The checkpoint {self.checkpoint} is complete: resume from it."
+        return "No checkpoint was written yet: start the run again."
+
     def _saved(self) -> bool:
         return any(file.exists() for file in (self.checkpoint, self.result, self.nonfinite))
 
-    def _take_lock(self) -> None:
+    @contextlib.contextmanager
+    def _usable(self) -> Iterator[None]:
         try:
-            self.lock.take()
+            yield
         except RunInUseError:
             raise
         except OSError as error:
-            why = f"{self.path} cannot be written to ({error.strerror}); set another folder as out."
-            raise OSError(error.errno, why) from error
+            what = f"cannot make the folder {self.path}, or write to it: {error.strerror}"
+            raise OSError(error.errno, f"{what}; set another one as out.") from error
 
     def write_history(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """The whole table anew: a resumed run has no row twice."""
@@ -179,14 +184,10 @@ class RunFolder:
                 metadata = {"library": __version__, "extra": json.dumps(extra)}
                 write_bytes(path, safetensors.torch.save(tensors, metadata))
         except OSError as error:
-            rest = "No checkpoint was written yet: free some space and start the run again"
-            if self.checkpoint.exists():
-                rest = f"The checkpoint {self.checkpoint} is complete: free some space and resume"
-                rest += f" from {self.path}"
             why = str(error.strerror or error)
             if not isinstance(error, SaveError):
-                why = f"could not write {path}: {why}"
-            raise SaveError(error.errno, f"{why}. {rest}") from error
+                why = f"could not write {path}: {why}. Free some space"
+            raise SaveError(error.errno, f"{why}. {self.advice()}") from error
 
 
 def provenance(started: datetime, device: torch.device, seed: int) -> dict[str, Any]:

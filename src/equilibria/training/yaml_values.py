@@ -20,24 +20,25 @@ MOST_LETTERS = 4096
 def parse_yaml(text: str) -> Any:
     """The values in ``text``: mappings, lists, text, numbers, dates; None where there is nothing.
 
-    Raises ValueError with the line and the limit, and yaml.YAMLError for what is not YAML.
+    Raises ValueError, where a limit is passed with the line and the limit.
     """
     with needs("yaml", "a configuration file"):
         import yaml  # type: ignore[import-untyped, unused-ignore]
     if len(text) > MOST_CHARACTERS:
         raise ValueError(f"more than {MOST_CHARACTERS:,} characters{_limit('MOST_CHARACTERS')}")
-    loader = yaml.SafeLoader(text)
     try:
+        loader = yaml.SafeLoader(text)
         root = loader.get_single_node()
+        if root is None:
+            return None
         _check(root)
-        return None if root is None else loader.construct_document(root)
+        return loader.construct_document(root)
+    except yaml.YAMLError as error:
+        raise ValueError(f"not valid YAML: {error}") from error
     except RecursionError:
-        deep = f"lists and mappings are nested deeper than {MOST_DEPTH}"
-        raise ValueError(f"{deep}{_limit('MOST_DEPTH')}") from None
+        raise ValueError(f"nested too deep{_limit('MOST_DEPTH')}") from None
     except (AttributeError, IndexError, KeyError, TypeError) as error:  # as PyYAML lets through
         raise ValueError(f"a value is not of the type that its tag (!!) names ({error})") from None
-    finally:
-        loader.dispose()
 
 
 def _limit(name: str) -> str:
@@ -46,36 +47,28 @@ def _limit(name: str) -> str:
 
 def _check(root: Any) -> None:
     """Raise for more values, deeper or longer ones than allowed, and for names given twice."""
-    count = 0
-    waiting: list[tuple[Any, tuple[int, ...]]] = [] if root is None else [(root, ())]
+    count, waiting = 0, [(root, 0)]
     while waiting:
-        node, above = waiting.pop()
+        node, depth = waiting.pop()
         count, line = count + 1, f"line {node.start_mark.line + 1}"
-        if id(node) in above:
-            raise ValueError(f"{line}: a value that contains itself by an alias; write it out.")
-        if len(above) > MOST_DEPTH:
-            raise RecursionError
+        if depth > MOST_DEPTH:
+            what = f"a value that contains itself by an alias, or is deeper than {MOST_DEPTH}"
+            raise ValueError(f"{line}: {what}{_limit('MOST_DEPTH')}")
         if count > MOST_VALUES:
-            raise ValueError(
-                f"{line}: more than {MOST_VALUES:,} values with all aliases written out"
-                f"{_limit('MOST_VALUES')}"
-            )
-        inner: list[Any] = []
-        if isinstance(node.value, str):
+            what = f"more than {MOST_VALUES:,} values with all aliases written out"
+            raise ValueError(f"{line}: {what}{_limit('MOST_VALUES')}")
+        if node.id == "scalar":
             if len(node.value) > MOST_LETTERS:
-                raise ValueError(
-                    f"{line}: a value of {len(node.value):,} characters, more than "
-                    f"{MOST_LETTERS:,}{_limit('MOST_LETTERS')}"
-                )
-        elif node.id == "mapping":
+                what = f"a value of {len(node.value):,} characters, more than {MOST_LETTERS:,}"
+                raise ValueError(f"{line}: {what}{_limit('MOST_LETTERS')}")
+        elif node.id == "sequence":
+            waiting += [(child, depth + 1) for child in node.value]
+        else:
             names: set[str] = set()
             for key, value in node.value:
-                if isinstance(key.value, str):
-                    if key.value in names:
-                        where = f"line {key.start_mark.line + 1}"
-                        raise ValueError(f"{where}: {key.value[:60]!r} is given twice; keep one.")
+                waiting += [(key, depth + 1), (value, depth + 1)]
+                if key.id == "scalar" and key.value in names:
+                    line = f"line {key.start_mark.line + 1}"
+                    raise ValueError(f"{line}: {key.value[:60]!r} is given twice; keep one.")
+                if key.id == "scalar":
                     names.add(key.value)
-                inner += [key, value]
-        else:
-            inner = node.value
-        waiting += [(child, (*above, id(node))) for child in inner]
