@@ -84,6 +84,16 @@ def test_a_drawing_is_cut_to_its_ink_and_centered() -> None:
     assert found[0][:, 0].max() == 0
 
 
+def test_images_are_read_as_the_data_are() -> None:
+    """Sixteen bits of gray are not clipped; formats that run other programs are not opened."""
+    explorer = Explorer(small())
+    deep = Image.fromarray((np.arange(64, dtype=np.uint16) * 1000).reshape(8, 8))
+    found = np.array(explorer.read(png(deep), drawn=False))
+    assert np.array_equal(found, np.asarray(deep).astype(int) >> 8)
+    with pytest.raises(ValueError, match="no image"):
+        explorer.read(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n", drawn=False)
+
+
 def test_the_requests_are_checked() -> None:
     pytest.importorskip("fastapi")
     pytest.importorskip("httpx")

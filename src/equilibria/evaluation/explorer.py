@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import copy
 import html
-import io
 import math
 import threading
 from collections.abc import Callable
@@ -18,7 +17,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from equilibria.data import ImageData
+from equilibria.data import CorruptImageError, ImageData
+from equilibria.data.decoding import decode_image
 from equilibria.engine.optional import needs
 from equilibria.engine.solver import SolverOptions
 from equilibria.models import Network
@@ -61,14 +61,13 @@ class Explorer:
 
     def read(self, data: bytes, *, drawn: bool) -> Any:
         """An image file as a PIL image; what was ``drawn``, light on dark, is cut to its ink."""
-        with needs("pillow", "Reading images"):
-            from PIL import Image, UnidentifiedImageError
         try:
-            image = Image.open(io.BytesIO(data)).convert(
-                "L" if self.model.in_channels == 1 else "RGB"
-            )
-        except (UnidentifiedImageError, OSError, Image.DecompressionBombError) as error:
+            pixels = decode_image(data, self.model.in_channels, None, square=False)
+        except CorruptImageError as error:
             raise ValueError(f"this is not a readable image ({error}).") from None
+        from PIL import Image
+
+        image = Image.fromarray(pixels.permute(1, 2, 0).squeeze(2).contiguous().numpy())
         if drawn and self.model.in_channels == 1:
             image = _fitted(image, self.model.preprocessing.size)
         return image
