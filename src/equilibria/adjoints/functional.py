@@ -18,10 +18,10 @@ from torch.autograd import forward_ad
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
 
-from equilibria.engine.iterate import Callback, Iterated, iterate
+from equilibria.engine.iterate import Callback, iterate
 from equilibria.engine.krylov import GMRES, LinearSolver
 from equilibria.engine.maps import Map
-from equilibria.engine.result import BackwardStats, warn_failures
+from equilibria.engine.result import BackwardStats, Iterated, report_failures
 from equilibria.engine.solver import Solver
 from equilibria.engine.transforms import (
     forward_levels,
@@ -65,12 +65,7 @@ class _Problem:
 
 
 def solve_functional(
-    fn: Map,
-    z0: Leaves,
-    solver: Solver,
-    rule: LinearSolver | Solver,
-    callback: Callback,
-    backward: BackwardStats,
+    fn: Map, z0: Leaves, solver: Solver, rule: LinearSolver | Solver, callback: Callback
 ) -> Iterated:
     """Solve with rules for vmap, reverse and forward mode."""
     if forward_levels() > 1:
@@ -81,14 +76,13 @@ def solve_functional(
     # What may hold a row per sample is a dependency too: NaN of failed samples is cleaned there.
     sources = [t for t in watch(fn, z0) if _tracked(t) or (has_nan(t) and has_batch(t, z0[0]))]
     explicit = make_explicit(fn, sources, survey(fn.fn).modules)
-    how = Backward(rule, backward, len(z0[0]), fn.coupled)
+    how = Backward(rule, BackwardStats(), len(z0[0]), fn.coupled)
     problem = _Problem(explicit, len(z0), solver, how, callback=callback)
     out = _SolveFunction.apply(problem, *z0, *sources)
     value, (code, steps, residual, relative) = list(out[: len(z0)]), out[len(z0) :]
     evaluations, syncs = problem.counted
-    done = Iterated(value, code, steps, residual, relative, evaluations, syncs)
-    done.coupled = how.coupled
-    return done
+    numbers = code, steps, residual, relative, evaluations, syncs
+    return Iterated(value, *numbers, coupled=how.coupled, backward=how.stats)
 
 
 def solve_detached(fn: Map, z0: Leaves, solver: Solver, callback: Callback) -> Iterated:
@@ -96,7 +90,7 @@ def solve_detached(fn: Map, z0: Leaves, solver: Solver, callback: Callback) -> I
     with torch.no_grad():
         if not transforms_active():
             return iterate(fn, [z.detach() for z in z0], solver, callback)
-        done = solve_functional(fn, z0, solver, GMRES(), callback, BackwardStats())
+        done = solve_functional(fn, z0, solver, GMRES(), callback)
     done.value = [v.detach() for v in done.value]
     return done
 
@@ -259,8 +253,7 @@ def _run(problem: _Problem, z0: Leaves, deps: list[Tensor]) -> Iterated:
             how.solver, lambda v: problem.fn(v, still), offset, coupled=how.coupled, group=how.group
         )
         note_backward(how.stats, found)
-        relative = found.relative
-        return Iterated(found.value, found.result, found.steps, relative, relative, 0, 0)
+        return found
     assert isinstance(problem.solver, Solver)
 
     def plain(z: Any) -> Any:
@@ -272,5 +265,5 @@ def _run(problem: _Problem, z0: Leaves, deps: list[Tensor]) -> Iterated:
     how.coupled = how.coupled or done.coupled
     problem.counted[:] = done.evaluations, done.syncs
     if done.counts is not None:
-        warn_failures(done.counts, options=problem.solver, dtype=z0[0].dtype)
+        report_failures(done.counts, "fixed_point", problem.solver, z0[0].dtype)
     return done

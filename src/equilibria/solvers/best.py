@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from equilibria.engine.solver import Bounds, Choice, Point, Reached, Solver, SolverOptions
-from equilibria.engine.tree import Leaves, sample_norm, select_samples, where_sample
+from equilibria.engine.tree import Leaves, sample_norm, take_samples, where_sample
 
 
 @dataclass
@@ -84,9 +84,4 @@ class BestIterate(Solver):
         return replace(state, inner=self.inner.restart(state.inner, stalled))
 
     def take(self, state: BestState, index: Tensor) -> BestState:
-        best = state.best
-        if best is not None:
-            z, *norms = best
-            least, size = select_samples(norms, index)
-            best = select_samples(z, index), least, size
-        return BestState(self.inner.take(state.inner, index), best)
+        return BestState(self.inner.take(state.inner, index), take_samples(state.best, index))

@@ -11,8 +11,6 @@ from equilibria.engine.options import check_number, options
 from equilibria.engine.solver import Point, Solver
 from equilibria.engine.tree import Leaves
 
-__all__ = ["SequentialAveraging"]
-
 
 @runtime_checkable
 class HasGradient(Protocol):
