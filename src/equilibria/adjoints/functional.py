@@ -52,13 +52,13 @@ class Backward:
 
 @dataclass(frozen=True)
 class _Problem:
-    """z = fn(z, deps). An affine one has its offset as the first ``count`` dependencies."""
+    """z = fn(z, deps) by ``solver``. Without one it is affine, solved as ``how`` says, and its
+    offset is the first ``count`` dependencies."""
 
     fn: Explicit
     count: int
-    solver: Solver | LinearSolver
     how: Backward
-    affine: bool = False
+    solver: Solver | None = None
     callback: Callback = None
     counted: list[int] = field(default_factory=lambda: [0, 0])
     """Evaluations and syncs of a forward solve, told by the host."""
@@ -77,7 +77,7 @@ def solve_functional(
     sources = [t for t in watch(fn, z0) if _tracked(t) or (has_nan(t) and has_batch(t, z0[0]))]
     explicit = make_explicit(fn, sources, survey(fn.fn).modules)
     how = Backward(rule, BackwardStats(), len(z0[0]), fn.coupled)
-    problem = _Problem(explicit, len(z0), solver, how, callback=callback)
+    problem = _Problem(explicit, len(z0), how, solver, callback)
     out = _SolveFunction.apply(problem, *z0, *sources)
     value, (code, steps, residual, relative) = list(out[: len(z0)]), out[len(z0) :]
     evaluations, syncs = problem.counted
@@ -210,7 +210,7 @@ class _SolveFunction(torch.autograd.Function):
                 out = torch.vmap(problem.fn, in_dims=(0, dep_dims))(stacked, list(deps))
             return [x.flatten(0, 1) for x in out]
 
-        wide = _Problem(batched, n, problem.solver, problem.how, problem.affine)
+        wide = _Problem(batched, n, problem.how, problem.solver)
         out = _SolveFunction.apply(wide, *[x.flatten(0, 1) for x in z0], *given[n:])
         split = tuple(x.unflatten(0, shapes[0][:2]) for x in out)
         return split, (0,) * len(split)
@@ -240,13 +240,13 @@ def backward_functional(
 
 def _solve_affine(fn: Explicit, offset: Leaves, rest: Sequence[Tensor], how: Backward) -> Leaves:
     """x = offset + Lx with L = fn(·, (0, rest)), differentiable in offset and rest."""
-    affine = _Problem(fn, len(offset), how.solver, how, affine=True)
+    affine = _Problem(fn, len(offset), how)
     return list(_SolveFunction.apply(affine, *offset, *offset, *rest)[: len(offset)])
 
 
 def _run(problem: _Problem, z0: Leaves, deps: list[Tensor]) -> Iterated:
     how, n = problem.how, problem.count
-    if problem.affine:
+    if problem.solver is None:
         still = [torch.zeros_like(d) for d in deps[:n]] + deps[n:]
         offset = problem.fn([torch.zeros_like(z) for z in z0], deps)
         found = solve_adjoint(
@@ -254,7 +254,6 @@ def _run(problem: _Problem, z0: Leaves, deps: list[Tensor]) -> Iterated:
         )
         note_backward(how.stats, found)
         return found
-    assert isinstance(problem.solver, Solver)
 
     def plain(z: Any) -> Any:
         return tuple(problem.fn(list(z), deps))

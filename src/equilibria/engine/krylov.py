@@ -35,7 +35,8 @@ from .tree import (
 
 MatVec = Callable[[Leaves], Leaves]
 
-_RTOL = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+RTOL = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+"""The relative tolerance that each dtype can reach."""
 
 
 @options
@@ -75,7 +76,7 @@ class LinearSolver(ABC):
         if coupled and size > 1:
             return self._solve_joined(matvec, b, x0, size)
         check = self._checked(matvec, b, x0)
-        if check.read() and size > 1 and check.couples():
+        if check.any_missed and size > 1 and check.couples():
             joined = self._solve_joined(matvec, b, x0, size)
             joined.steps, joined.syncs = joined.steps + check.done.steps, joined.syncs + check.syncs
             return joined
@@ -87,27 +88,25 @@ class LinearSolver(ABC):
         def whole(v: Leaves) -> Leaves:
             return join_samples(matvec(part_samples(v)), size)
 
-        right = join_samples(b, size)
-        check = self._checked(whole, right, None if x0 is None else join_samples(x0, size))
-        check.read()
-        return check.outcome().spread(size)
+        start = None if x0 is None else join_samples(x0, size)
+        return self._checked(whole, join_samples(b, size), start).outcome().spread(size)
 
     def _tolerance(self, b: Leaves) -> float:
         """Of the finest leaf: what a coarse one cannot resolve counts as its rounding."""
-        return min(_RTOL[x.dtype] for x in b) if self.rtol is None else self.rtol
+        return min(RTOL[x.dtype] for x in b) if self.rtol is None else self.rtol
 
     def _checked(self, matvec: MatVec, b: Leaves, x0: Leaves | None) -> _Check:
         """Solve for each sample by itself, and look at b − Ax."""
-        rtol = self._tolerance(b)
         product, right, scale = _ordinary(matvec, b)
         start = None
         if x0 is not None:
             wide = [x.to(c.dtype) for x, c in zip(x0, right, strict=True)]
             start = scale_samples(1.0 / scale, wide)
         norm = sample_norm(right)
-        done = self.run(product, right, start, norm, self.atol / scale + rtol * norm)
-        done = replace(done, value=_restored(done.value, scale, b))
-        return _Check(matvec, b, done, rtol, self.atol)
+        target = self.atol / scale + self._tolerance(b) * norm
+        done = self.run(product, right, start, norm, target)
+        done.value = _restored(done.value, scale, b)
+        return _Check(matvec, right, scale, norm, target, done)
 
     @abstractmethod
     def run(
@@ -120,32 +119,35 @@ class LinearSolver(ABC):
 
 
 class _Check:
-    """b − Ax of the x that is returned, and what it means where it is too large."""
+    """b − Ax of the x that is returned, and what it means where it is too large.
 
-    def __init__(self, matvec: MatVec, b: Leaves, done: Iterated, rtol: float, atol: float) -> None:
-        self.matvec, self.done, self.syncs = matvec, done, done.syncs
-        self.scale = _unit(_wide(b))
+    ``right`` is b in units of ``scale``, with its norm and the tolerance in those.
+    """
+
+    def __init__(
+        self,
+        matvec: MatVec,
+        right: Leaves,
+        scale: Tensor,
+        norm: Tensor,
+        target: Tensor,
+        done: Iterated,
+    ) -> None:
+        self.matvec, self.scale, self.done = matvec, scale, done
         self.product = self._apply(done.value)
-        right = scale_samples(1.0 / self.scale, _wide(b))
-        norm = sample_norm(right)
         self.residual = sample_norm(subtract(right, self.product))
         self.relative = self.residual / norm.clamp_min(torch.finfo(norm.dtype).tiny)
         # Twice the tolerance, because recursions round; and the rounding of x and Ax themselves.
-        eps = max(torch.finfo(x.dtype).eps for x in b)
-        x = scale_samples(1.0 / self.scale, _wide(done.value))
-        rounding = 4 * eps * (sample_norm(x) + sample_norm(self.product))
-        self.allowed = 2 * (atol / self.scale + rtol * norm) + rounding
+        eps = max(torch.finfo(x.dtype).eps for x in done.value)
+        x = scale_samples(1.0 / scale, _wide(done.value))
+        self.allowed = 2 * target + 4 * eps * (sample_norm(x) + sample_norm(self.product))
         self.missed = ~(self.residual <= self.allowed)
+        believed = self.missed & (done.result == int(Result.converged))
+        self.syncs = done.syncs + 1
+        self.any_missed, self.surprised = torch.stack([self.missed, believed]).any(1).tolist()
 
     def _apply(self, x: Leaves) -> Leaves:
         return scale_samples(1.0 / self.scale, _wide(self.matvec(x)))
-
-    def read(self) -> bool:
-        """Does any sample miss its tolerance?"""
-        self.syncs += 1
-        believed = self.missed & (self.done.result == int(Result.converged))
-        missed, self.surprised = torch.stack([self.missed, believed]).any(1).tolist()
-        return bool(missed)
 
     def couples(self) -> bool:
         """Is the worst sample's row of Av anything but zero for a v that is zero there?"""
@@ -170,9 +172,8 @@ class _Check:
             wrong = wrong & (code == int(Result.converged))
             code = torch.where(wrong, int(Result.stagnated), code).to(torch.int8)
         residual = self.residual * self.scale
-        found = replace(self.done, result=code, residual=residual, relative=self.relative)
-        found.syncs = self.syncs
-        return found
+        numbers = {"residual": residual, "relative": self.relative, "syncs": self.syncs}
+        return replace(self.done, result=code, **numbers)
 
 
 def _wide(leaves: Leaves) -> Leaves:

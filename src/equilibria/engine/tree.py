@@ -248,15 +248,16 @@ def map_tensors(fn: Callable[[Tensor], Tensor], tree: Any) -> Any:
 
 
 def take_samples(state: Any, index: Tensor) -> Any:
-    """Some samples of a solver's state: tensors with the batch in dim 0, in trees, dataclasses and
-    what has its own ``take``; anything else stays as it is."""
+    """Some samples of a solver's state: of tensors with the batch in dim 0 and of histories, in
+    trees and dataclasses (by their own ``take`` if they have one); the rest stays as it is."""
 
     def taken(part: Any) -> Any:
         if isinstance(part, Tensor):
             return select_samples([part], index)[0]
-        if hasattr(part, "take"):
+        is_state = dataclasses.is_dataclass(part) and not isinstance(part, type)
+        if isinstance(part, History) or (is_state and hasattr(part, "take")):
             return part.take(index)
-        if dataclasses.is_dataclass(part) and not isinstance(part, type):
+        if is_state:
             held = {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
             return dataclasses.replace(part, **take_samples(held, index))
         return part

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from equilibria.engine.iterate import in_state_dtype
-from equilibria.engine.krylov import GMRES, LinearSolver
+from equilibria.engine.krylov import GMRES, RTOL, LinearSolver
 from equilibria.engine.maps import Map
 from equilibria.engine.options import check_number, options
 from equilibria.engine.result import Iterated, Result
@@ -30,7 +30,6 @@ from equilibria.engine.tree import (
     where_sample,
 )
 
-_RTOL = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 _ACCEPT = 1e-4
 """The part of the predicted decrease that a step must reach to be taken."""
 _FALL = 0.99
@@ -81,7 +80,7 @@ class NewtonKrylov:
             raise TypeError(f"NewtonKrylov(linear={given!r}): expected GMRES(...) or CG(...).")
 
     def relative_tolerance(self, dtype: torch.dtype) -> float:
-        return _RTOL[dtype] if self.rtol is None else self.rtol
+        return RTOL[dtype] if self.rtol is None else self.rtol
 
     def solve(self, fn: Map, z0: Leaves) -> tuple[Iterated, Tensor]:
         """Solve f(z) = 0, each sample by itself; and about ‖J‖ at the answer, [B].
