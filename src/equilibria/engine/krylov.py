@@ -171,9 +171,10 @@ class _Check:
             wrong = self.missed & ~(self.residual <= self.allowed + 16 * noise)
             wrong = wrong & (code == int(Result.converged))
             code = torch.where(wrong, int(Result.stagnated), code).to(torch.int8)
-        residual = self.residual * self.scale
-        numbers = {"residual": residual, "relative": self.relative, "syncs": self.syncs}
-        return replace(self.done, result=code, **numbers)
+        residual, relative = self.residual * self.scale, self.relative
+        return replace(
+            self.done, result=code, residual=residual, relative=relative, syncs=self.syncs
+        )
 
 
 def _wide(leaves: Leaves) -> Leaves:
