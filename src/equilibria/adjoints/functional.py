@@ -204,10 +204,7 @@ class _SolveFunction(torch.autograd.Function):
 
         def batched(z: Leaves, deps: Sequence[Tensor]) -> Leaves:
             stacked = [x.unflatten(0, s[:2]) for x, s in zip(z, shapes, strict=True)]
-            if not any(d == 0 for d in dep_dims):
-                out = torch.vmap(lambda a: problem.fn(a, deps))(stacked)
-            else:
-                out = torch.vmap(problem.fn, in_dims=(0, dep_dims))(stacked, list(deps))
+            out = torch.vmap(problem.fn, in_dims=(0, dep_dims))(stacked, list(deps))
             return [x.flatten(0, 1) for x in out]
 
         wide = _Problem(batched, n, problem.how, problem.solver)
