@@ -13,30 +13,14 @@ from .adjoints import Implicit
 from .adjoints.graph import failed_samples, has_batch, isolate
 from .adjoints.implicit import attach_linear
 from .engine.adjoint import Adjoint
-from .engine.complexes import ComplexState
-from .engine.iterate import Callback, Iterated
+from .engine.complexes import RealForm
+from .engine.iterate import Callback
 from .engine.krylov import GMRES, LinearSolver
 from .engine.maps import Map
-from .engine.result import (
-    BackwardStats,
-    NotConvergedError,
-    Result,
-    Solution,
-    Stats,
-    describe_failures,
-    warn_failures,
-)
+from .engine.result import Iterated, Result, Solution, Stats, report_failures
 from .engine.solver import SolverOptions
 from .engine.transforms import outside_compile, transforms_active, uncached
-from .engine.tree import (
-    Leaves,
-    flatten_state,
-    per_sample,
-    power_of_two,
-    sample_norm,
-    scale_samples,
-    unflatten,
-)
+from .engine.tree import Leaves, flatten_state, per_sample, power_of_two, scale_samples, unflatten
 from .solvers import Anderson, NewtonKrylov
 
 # Made once: torch.compile traces their use but not their construction.
@@ -90,29 +74,24 @@ def fixed_point(
     solver = _SOLVER if solver is None else solver
     check_ways(solver, adjoint)
     chosen = solver.for_map()
-    whole, view = fn, ComplexState(z0)
+    view = RealForm(z0)
     kept: list[Any] = []
-    fn = _without_aux(fn, kept) if aux else fn
-    if view:
-        fn, z0 = view.on_parts(fn), view.real(z0)
-    leaves, spec = flatten_state(z0)
-    given = args if isinstance(args, tuple) else (args,)
-    map_ = Map(fn, given, spec, leaves, coupled=coupled)
-    backward, beside = BackwardStats(), None
-    with uncached(leaves[0]):
-        done = adjoint.run(map_, leaves, chosen, _observer(callback, spec, view), backward)
-        value = view.complex(unflatten(done.value, spec)) if view else unflatten(done.value, spec)
+    state_of = _without_aux(fn, kept) if aux else fn
+    map_ = Map(view.on_parts(state_of), args, view.spec, view.leaves, coupled=coupled)
+    with uncached(view.leaves[0]):
+        done = adjoint.run(map_, view.leaves, chosen, _observer(callback, view))
+        value, beside = view.restored(done.value), None
         if aux:
-            beside = _aux(map_, done, kept, lambda: whole(value, *given)[1])
+            beside = _aux(map_, done, kept, lambda: fn(value, *map_.args)[1])
             done.evaluations += 1
-    stats = Stats(done.steps, done.residual, done.relative, done.evaluations, done.syncs, backward)
-    solution: Solution[Any] = Solution(value, done.result, stats, aux=beside)
+    solution = _solution(value, done, beside)
     counts = done.counts
     if counts is None and throw:  # fixed steps: running out of them is no failure
         found = solution.counts()
         counts = found if {Result.diverged, Result.nonfinite} & found.keys() else None
     if counts is not None:
-        _report(counts, solution, throw, "fixed_point", chosen, leaves[0].dtype)
+        about = "fixed_point", chosen, view.leaves[0].dtype
+        report_failures(counts, *about, raise_with=solution if throw else None)
     return solution
 
 
@@ -164,26 +143,18 @@ def root(
             "root has no rule for torch.func or forward-mode AD; call it outside of the transform, "
             "or write fixed_point(lambda z: z - f(z), z0), which has."
         )
-    view = ComplexState(z0)
-    if view:
-        f, z0 = view.on_parts(f), view.real(z0)
-    leaves, spec = flatten_state(z0)
-    given = args if isinstance(args, tuple) else (args,)
-    map_ = Map(f, given, spec, leaves, coupled=coupled)
-    backward = BackwardStats()
-    with uncached(leaves[0]):
-        done = _find_root(map_, leaves, solver, adjoint, backward)
-    stats = Stats(done.steps, done.residual, done.relative, done.evaluations, done.syncs, backward)
-    value = view.complex(unflatten(done.value, spec)) if view else unflatten(done.value, spec)
-    solution: Solution[Any] = Solution(value, done.result, stats)
-    _report(done.counts or {}, solution, throw, "root", solver, leaves[0].dtype)
+    view = RealForm(z0)
+    map_ = Map(view.on_parts(f), args, view.spec, view.leaves, coupled=coupled)
+    with uncached(view.leaves[0]):
+        done = _find_root(map_, view.leaves, solver, adjoint)
+    solution = _solution(view.restored(done.value), done)
+    about = "root", solver, view.leaves[0].dtype
+    report_failures(done.counts or {}, *about, raise_with=solution if throw else None)
     return solution
 
 
 @outside_compile("root reads after each step which samples are done; compile f instead")
-def _find_root(
-    fn: Map, z0: Leaves, solver: NewtonKrylov, adjoint: Implicit, backward: BackwardStats
-) -> Iterated:
+def _find_root(fn: Map, z0: Leaves, solver: NewtonKrylov, adjoint: Implicit) -> Iterated:
     with torch.no_grad():
         done, norm = solver.solve(fn, [z.detach().clone() for z in z0])
     if not torch.is_grad_enabled():
@@ -196,7 +167,7 @@ def _find_root(
         pairs = zip(flatten_state(z)[0], image, strict=True)
         return unflatten([x + y.to(x.dtype) for x, y in pairs], fn.spec)
 
-    done.value = adjoint.attached(fn.wrapped(step), done, backward)
+    done.value = adjoint.attached(fn.wrapped(step), done)
     return done
 
 
@@ -251,26 +222,16 @@ def _aux(fn: Map, done: Iterated, kept: list[Any], at_value: Callable[[], Any]) 
     return pytree.tree_map(joined, plain, live)
 
 
-def _observer(
-    callback: TrajectoryCallback | None, spec: Any, view: ComplexState
-) -> Callback | None:
+def _observer(callback: TrajectoryCallback | None, view: RealForm) -> Callback:
     if callback is None:
         return None
-
-    def observe(step: int, z: Leaves, residual: Tensor) -> None:
-        shown = unflatten([x.detach() for x in z], spec)
-        callback(step, view.complex(shown) if view else shown, residual)
-
-    return observe
+    return lambda step, z, norm: callback(step, view.restored([x.detach() for x in z]), norm)
 
 
-def _report(counts: dict[Result, int], solution: Solution[Any], throw: bool, *about: Any) -> None:
-    """Raise, or warn at the user's line, if samples did not converge."""
-    if set(counts) == {Result.converged}:
-        return
-    if throw:
-        raise NotConvergedError(describe_failures(counts, *about) or "", solution)
-    warn_failures(counts, *about)
+def _solution(value: Any, done: Iterated, aux: Any = None) -> Solution[Any]:
+    counted = done.evaluations, done.syncs, done.backward
+    stats = Stats(done.steps, done.residual, done.relative, *counted)
+    return Solution(value, done.result, stats, aux=aux)
 
 
 def linear_solve(
@@ -299,30 +260,22 @@ def linear_solve(
             "linear_solve has no rule for torch.func or forward-mode AD; write the system as a "
             "fixed point, fixed_point(lambda x: x + b - A(x), b), which has."
         )
-    view = ComplexState(b)
-    if view:
-        matvec, b, x0 = view.on_parts(matvec), view.real(b), x0 if x0 is None else view.real(x0)
-    right, spec = flatten_state(b, "b")
+    view = RealForm(b, "b")
+    right = view.leaves
     start: Leaves | None = None
     if x0 is not None:
-        start, found = flatten_state(x0, "x0")
+        start, found = flatten_state(view.real(x0), "x0")
         shapes = [[tuple(x.shape) for x in leaves] for leaves in (start, right)]
-        if found != spec or shapes[0] != shapes[1]:
+        if found != view.spec or shapes[0] != shapes[1]:
             raise ValueError(f"x0 must be shaped as b, {shapes[1]}, but is {shapes[0]}.")
-    product = Map(matvec, (), spec, right)
+    product = Map(view.on_parts(matvec), (), view.spec, right)
     with torch.no_grad(), uncached(right[0]):
         done = solver.solve(product, [x.detach() for x in right], start)
-    backward = BackwardStats()
-    value = done.value
     if torch.is_grad_enabled():
         with uncached(right[0]):
-            value = attach_linear(product, right, value, solver, backward, done.coupled)
-    norm = sample_norm([x.detach() for x in right])
-    if done.coupled:
-        norm = sample_norm([norm.unsqueeze(0)]).expand_as(norm)
-    residual = done.relative * norm
-    stats = Stats(done.steps, residual, done.relative, product.evaluations, done.syncs, backward)
-    answer = view.complex(unflatten(value, spec)) if view else unflatten(value, spec)
-    solution: Solution[Any] = Solution(answer, done.result, stats)
-    _report(solution.counts(), solution, throw, "linear_solve", solver, right[0].dtype)
+            done.value = attach_linear(product, right, done, solver)
+    done.evaluations = product.evaluations
+    solution = _solution(view.restored(done.value), done)
+    about = "linear_solve", solver, right[0].dtype
+    report_failures(solution.counts(), *about, raise_with=solution if throw else None)
     return solution

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ from tests.contracts.adjoint_contract import (
     exact_propagator,
     loss_of,
 )
+from tests.contracts.problems import quietly
 
 SOLVERS = [
     eq.GMRES(rtol=1e-12),
@@ -93,8 +93,7 @@ def test_backward_that_misses_its_tolerance_warns_once_and_is_counted(solver: An
 def test_the_reported_residual_bounds_the_error_of_the_gradient(solver: Any) -> None:
     """‖u − û‖ ≤ ‖(I − Jᵀ)⁻¹‖·residual·‖g‖ with ‖J‖ ≤ 1/2: what the warning says is true."""
     sol, _, x = run(solver)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", eq.ConvergenceWarning)
+    with quietly():
         (found,) = torch.autograd.grad(loss_of(sol.value), x)
     wanted = dense_of("tanh").gradients(exact_propagator)[1]
     residual = sol.stats.backward.residual.max()

@@ -139,6 +139,16 @@ def test_vmap_over_the_start_and_over_a_tree() -> None:
         assert_close([found["a"][i], found["b"][i]], [wanted["a"], wanted["b"]])
 
 
+def test_vmap_over_the_start_alone() -> None:
+    weight, x = TANH.leaves()
+    starts = draw(88, 3, *TANH.start.shape)
+    found = vmap(lambda s: solve(TANH.fn, s, (weight, x)))(starts)
+    wanted = dense_of("tanh").z.view(TANH.start.shape).expand_as(found)
+    assert_close([found], [wanted])
+    gradients = torch.autograd.grad(loss_of(found[1]), (weight, x))
+    assert_close(gradients, dense_of("tanh").gradients(exact_propagator))
+
+
 def test_statistics_under_vmap_belong_to_each_sample() -> None:
     weight = contraction(93, 4, 4)
     inputs = draw(94, 3, 2, 4)

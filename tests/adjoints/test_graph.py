@@ -12,8 +12,8 @@ from torch import Tensor
 
 import equilibria as eq
 from equilibria.adjoints.graph import clean, cut_off, evaluate, isolate, lend, survey
-from equilibria.engine.iterate import Iterated
 from equilibria.engine.maps import Map
+from equilibria.engine.result import Iterated
 from equilibria.engine.tree import flatten_state
 from tests.contracts.adjoint_contract import (
     FORWARD,

@@ -15,7 +15,6 @@ import copy
 import functools
 import gc
 import pickle
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ from torch.nn.utils import parametrizations
 from torch.utils import _pytree as pytree
 
 import equilibria as eq
-from tests.contracts.problems import as_on_a_gpu
+from tests.contracts.problems import as_on_a_gpu, quietly
 
 # Both solves run to 1e-12 and I − J has a condition number below 10 in every problem here, so that
 # the gradient is right to about 1e-10; one order is left for sums over the batch.
@@ -266,8 +265,7 @@ def assert_close(
 
 def quiet(call: Callable[[], Any]) -> Any:
     """Run something whose ConvergenceWarning is expected and tested elsewhere."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", eq.ConvergenceWarning)
+    with quietly():
         return call()
 
 

@@ -10,7 +10,6 @@ import copy
 import io
 import math
 import pickle
-import warnings
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -25,7 +24,7 @@ import equilibria as eq
 from equilibria.engine.solver import Solver
 from equilibria.nn import EquilibriumLayer
 from equilibria.solvers import ProximalGradient
-from tests.contracts.problems import as_on_a_gpu
+from tests.contracts.problems import as_on_a_gpu, quietly
 
 TIGHT = eq.Anderson(rtol=1e-13, max_steps=600)
 LAPS = eq.Picard(rtol=0.0, atol=0.0, max_steps=3)
@@ -279,8 +278,7 @@ class LayerContract:
         found, wanted = [], []
         for given, rows, grads in ((bad, [0, 2], found), (x[[0, 2]], [0, 1], wanted)):
             given.requires_grad_()
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", eq.ConvergenceWarning)
+            with quietly():
                 solution = layer.solve(given)
                 loss = solution.value[rows].square().sum()
                 tensors = [given, *layer.parameters()]

@@ -8,7 +8,9 @@ so that no test needs a tolerance that was found by trying.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -23,6 +25,7 @@ from torch.utils import _pytree as pytree
 
 from equilibria.adjoints import graph, unrolled
 from equilibria.engine import judge
+from equilibria.engine.result import ConvergenceWarning
 from equilibria.nn import inputs
 from equilibria.solvers import broyden
 
@@ -265,6 +268,13 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Adjoints and layers read no value that only a device knows, here on the CPU too."""
     for module in (graph, unrolled, inputs):
         monkeypatch.setattr(module, "host_may_read", lambda t: False)
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Where a sample is meant to fail: the warning is another test's business."""
+    with warnings.catch_warnings(action="ignore", category=ConvergenceWarning):
+        yield
 
 
 class HostReads(TorchFunctionMode):

@@ -24,7 +24,7 @@ from equilibria import ConvergenceWarning, Result, Solution
 from equilibria.engine.solver import Point, Solver
 
 from . import problems
-from .problems import Problem, norm
+from .problems import Problem, norm, quietly
 
 # One law is checked for several solvers: the battery is a base class.
 law = settings(
@@ -46,9 +46,7 @@ def solve(problem: Problem, solver: Solver, **options: Any) -> Solution[Any]:
 
 
 def solve_quietly(problem: Problem, solver: Solver, **options: Any) -> Solution[Any]:
-    """Where a sample is meant to fail: the warning is another test's business."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)
+    with quietly():
         return solve(problem, solver, **options)
 
 

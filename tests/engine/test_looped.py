@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,7 @@ import equilibria as eq
 from equilibria import Result
 from equilibria.engine.solver import Solver
 from tests.contracts import problems
+from tests.contracts.problems import quietly
 
 SOLVERS = [
     eq.Picard(block=1, while_loop=True, max_steps=60),
@@ -39,8 +39,7 @@ def test_each_sample_ends_as_in_eager_mode(solver: Solver) -> None:
     problem = problems.mixed(6)
     matrix, offset = problem.args
     offset[1], matrix[4] = float("nan"), 3.0 * torch.eye(offset.shape[1]).double()
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore", eq.ConvergenceWarning)
+    with quietly(), torch.no_grad():
         wanted = outcome(solver)(problem.z0, *problem.args)
         value, code, steps, residual = compiled(outcome(solver))(problem.z0, *problem.args)
     assert code[1] == Result.nonfinite

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import warnings
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import equilibria as eq
-from equilibria.engine.result import ConvergenceWarning
+from tests.contracts.problems import quietly
 from tests.nn.test_monotone import RELU, array, matrix_u, matrix_w, newton
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
@@ -61,8 +60,7 @@ def test_one_large_negative_input_does_not_hide_the_rest() -> None:
         x[:, 0] = -1e4
         for made_in in (layer, copy.deepcopy(layer).double()):
             given = x.to(made_in.U.weight.dtype)
-            with warnings.catch_warnings():  # 1e4 beside 1 leaves float32 few digits
-                warnings.simplefilter("ignore", ConvergenceWarning)
+            with quietly():  # 1e4 beside 1 leaves float32 few digits
                 found = made_in.solve(given, solver=eq.PeacemanRachford(rtol=1e-4))
             w, c = dense(made_in, given)
             left, done = relative(w, c, found.value), found.converged.numpy()
@@ -97,8 +95,7 @@ def test_the_tolerance_means_the_same_for_every_solver(
     if isinstance(solver, eq.ForwardBackward) and solver.alpha is not None:
         solver = eq.ForwardBackward(alpha=0.5 * m / layer.bounds()[1] ** 2, max_steps=50000)
     rtol = 1e-3 if dtype == torch.float32 else 1e-6
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)
+    with quietly():
         found = layer.solve(x, solver=dataclasses.replace(solver, rtol=rtol))
     w, c = dense(layer, x)
     left = relative(w / 1.0, c / size, found.value.double() / size)

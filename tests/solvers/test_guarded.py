@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
 import torch
 
 import equilibria as eq
-from equilibria.engine.result import ConvergenceWarning
 from equilibria.solvers.guarded import Guarded
+from tests.contracts.problems import quietly
 from tests.contracts.solver_contract import SolverContract
 
 
@@ -28,8 +27,7 @@ def test_a_far_iterate_is_not_called_converged(start: float) -> None:
     def drift(u: torch.Tensor) -> torch.Tensor:
         return goal + (u - goal).sign() * torch.relu((u - goal).abs() - 1e-5)
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)
+    with quietly():
         z0 = start * goal + (start and 0.1)
         found = eq.fixed_point(drift, z0, solver=Guarded(rtol=1e-6, max_steps=300))
     off = float((found.value - goal).norm())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import runpy
-import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +17,7 @@ from torch import Tensor
 
 import equilibria as eq
 from equilibria import Result
+from tests.contracts.problems import quietly, randn
 
 SUITE = Path(__file__).resolve().parents[2] / "benchmarks" / "nonlinear_suite.py"
 
@@ -38,19 +38,13 @@ def other_roots(case: Any) -> list[list[float]]:
 
 
 def quiet(*args: Any, **options: Any) -> eq.Solution[Any]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", eq.ConvergenceWarning)
+    with quietly():
         return eq.root(*args, **options)
 
 
 def cubic(z: Tensor, a: Tensor) -> Tensor:
     """Increasing: one root for every a."""
     return z**3 + z - a
-
-
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, dtype=torch.float64, generator=generator)
 
 
 # The public suite ------------------------------------------------------------------------------
@@ -79,7 +73,7 @@ def test_the_systems_are_differentiated_as_scipy_does(case: Any) -> None:
     from equilibria.engine.tree import flatten_state
     from equilibria.solvers.newton_krylov import Linearized
 
-    z = case.z0 + 0.1 * draw(1, len(case.start), seed=1)
+    z = case.z0 + 0.1 * randn(1, len(case.start), seed=1)
     leaves, spec = flatten_state(z)
     at = Linearized(Map(case.f, (), spec, leaves), leaves)
 
@@ -87,7 +81,7 @@ def test_the_systems_are_differentiated_as_scipy_does(case: Any) -> None:
         return case.f(torch.from_numpy(x)[None])[0].numpy()
 
     dense = optimize.approx_fprime(z[0].numpy(), f, 1e-7).reshape(len(case.start), -1)
-    v = draw(1, len(case.start), seed=2)
+    v = randn(1, len(case.start), seed=2)
     scale = np.abs(dense).max()
     assert np.abs(at.push([v])[0][0].numpy() - dense @ v[0].numpy()).max() <= 1e-4 * scale
     assert np.abs(at.pull([v])[0][0].numpy() - dense.T @ v[0].numpy()).max() <= 1e-4 * scale
@@ -116,7 +110,7 @@ def test_suite_of_many_starts_in_one_batch_equals_each_alone() -> None:
 @given(f_scale=st.floats(-200, 200), z_scale=st.floats(-100, 100), seed=st.integers(0, 99))
 def test_scale_does_not_matter(f_scale: float, z_scale: float, seed: int) -> None:
     """f and z in other units: the same steps, the same digits, the same gradient."""
-    a = draw(3, 4, seed=seed).requires_grad_()
+    a = randn(3, 4, seed=seed).requires_grad_()
     up, unit = 2.0 ** round(f_scale), 2.0 ** round(z_scale)
     one = eq.root(cubic, torch.ones_like(a), a)
     other = eq.root(lambda z, a: up * cubic(z / unit, a), unit * torch.ones_like(a), a)
@@ -153,7 +147,7 @@ def test_no_root_is_never_called_converged() -> None:
 
 
 def test_warm_start_takes_one_evaluation() -> None:
-    a = draw(4, 3)
+    a = randn(4, 3, seed=0)
     first = eq.root(cubic, torch.zeros_like(a), a)
     again = eq.root(cubic, first.value, a)
     assert again.stats.steps.tolist() == [1] * 4
@@ -161,7 +155,7 @@ def test_warm_start_takes_one_evaluation() -> None:
 
 
 def test_residual_of_the_value_and_reports() -> None:
-    a = draw(4, 3)
+    a = randn(4, 3, seed=0)
     with pytest.warns(eq.ConvergenceWarning, match="root .*raise max_steps") as caught:
         found = eq.root(cubic, 50 * torch.ones_like(a), a, solver=eq.NewtonKrylov(max_steps=3))
     assert caught[0].filename == __file__
@@ -191,7 +185,7 @@ def test_large_system_agrees_with_scipy() -> None:
 
 
 def test_trees_and_gradients() -> None:
-    a = draw(3, 2).requires_grad_()
+    a = randn(3, 2, seed=0).requires_grad_()
     weight = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
 
     def f(z: dict[str, Tensor], a: Tensor) -> dict[str, Tensor]:
@@ -209,7 +203,7 @@ def test_trees_and_gradients() -> None:
 
 @pytest.mark.parametrize("coupled", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_coupled_samples_are_one_system(coupled: bool) -> None:
-    a = draw(4, 2).requires_grad_()
+    a = randn(4, 2, seed=0).requires_grad_()
     f = lambda z, a: cubic(z, a) + 2.0 * z.mean(0)
     found = eq.root(f, torch.zeros_like(a), a, coupled=coupled)
     assert found.converged.all()
@@ -220,7 +214,7 @@ def test_coupled_samples_are_one_system(coupled: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_other_dtypes(dtype: torch.dtype) -> None:
-    a = draw(5, 6).to(dtype)
+    a = randn(5, 6, seed=0).to(dtype)
     found = eq.root(cubic, torch.zeros_like(a), a)
     exact = eq.root(cubic, torch.zeros_like(a).double(), a.double())
     assert found.converged.all()
@@ -230,7 +224,7 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
 
 
 def test_a_failed_sample_gives_no_gradient_to_shared_weights() -> None:
-    a = draw(3, 2)
+    a = randn(3, 2, seed=0)
     a[1] = float("nan")
     weight = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
     f = lambda z, a: weight * z**3 + z - a

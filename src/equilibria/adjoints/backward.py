@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,9 +10,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from equilibria.engine.iterate import iterate
-from equilibria.engine.krylov import LinearIterated, LinearSolver, MatVec
+from equilibria.engine.krylov import LinearSolver, MatVec
 from equilibria.engine.maps import Map
-from equilibria.engine.result import BackwardStats, Result, warn_user
+from equilibria.engine.result import BackwardStats, Iterated, Result, warn_user
 from equilibria.engine.solver import Solver
 from equilibria.engine.tree import Leaves, add, repeat_samples, sample_norm, subtract
 
@@ -23,7 +24,7 @@ def solve_adjoint(
     *,
     coupled: bool = False,
     group: int | None = None,
-) -> LinearIterated:
+) -> Iterated:
     """Solve u = g + Jᵀu; a fixed-point solver starts from g, a Krylov space is spanned by it.
 
     ``relative`` is ‖u − g − Jᵀu‖/‖g‖ of the u that is returned, of each sample, or of the batch
@@ -54,9 +55,7 @@ def solve_adjoint(
     if solver.fixed_steps:  # without a test: anything but an exact gradient is worth a warning
         exact = (relative <= 2 * torch.finfo(norm.dtype).eps) & (result == Result.fixed_steps)
         result = torch.where(exact, int(Result.converged), result).to(result.dtype)
-    return LinearIterated(
-        done.value, result, done.steps, relative, done.syncs, coupled=done.coupled
-    )
+    return replace(done, result=result, residual=residual, relative=relative)
 
 
 def _together(norm: Tensor, size: int) -> Tensor:
@@ -64,7 +63,7 @@ def _together(norm: Tensor, size: int) -> Tensor:
     return repeat_samples(sample_norm([norm.unflatten(0, (-1, size))]), size)
 
 
-def note_backward(stats: BackwardStats, outcome: LinearIterated) -> None:
+def note_backward(stats: BackwardStats, outcome: Iterated) -> None:
     """Count, and warn once a solve (of the layer's call, not of each sample)."""
     stats.solves += 1
     stats.steps, stats.residual = outcome.steps, outcome.relative

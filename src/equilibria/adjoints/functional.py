@@ -18,10 +18,10 @@ from torch.autograd import forward_ad
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
 
-from equilibria.engine.iterate import Callback, Iterated, iterate
+from equilibria.engine.iterate import Callback, iterate
 from equilibria.engine.krylov import GMRES, LinearSolver
 from equilibria.engine.maps import Map
-from equilibria.engine.result import BackwardStats, warn_failures
+from equilibria.engine.result import BackwardStats, Iterated, report_failures
 from equilibria.engine.solver import Solver
 from equilibria.engine.transforms import (
     forward_levels,
@@ -52,25 +52,20 @@ class Backward:
 
 @dataclass(frozen=True)
 class _Problem:
-    """z = fn(z, deps). An affine one has its offset as the first ``count`` dependencies."""
+    """z = fn(z, deps) by ``solver``. Without one it is affine, solved as ``how`` says, and its
+    offset is the first ``count`` dependencies."""
 
     fn: Explicit
     count: int
-    solver: Solver | LinearSolver
     how: Backward
-    affine: bool = False
+    solver: Solver | None = None
     callback: Callback = None
     counted: list[int] = field(default_factory=lambda: [0, 0])
     """Evaluations and syncs of a forward solve, told by the host."""
 
 
 def solve_functional(
-    fn: Map,
-    z0: Leaves,
-    solver: Solver,
-    rule: LinearSolver | Solver,
-    callback: Callback,
-    backward: BackwardStats,
+    fn: Map, z0: Leaves, solver: Solver, rule: LinearSolver | Solver, callback: Callback
 ) -> Iterated:
     """Solve with rules for vmap, reverse and forward mode."""
     if forward_levels() > 1:
@@ -81,14 +76,13 @@ def solve_functional(
     # What may hold a row per sample is a dependency too: NaN of failed samples is cleaned there.
     sources = [t for t in watch(fn, z0) if _tracked(t) or (has_nan(t) and has_batch(t, z0[0]))]
     explicit = make_explicit(fn, sources, survey(fn.fn).modules)
-    how = Backward(rule, backward, len(z0[0]), fn.coupled)
-    problem = _Problem(explicit, len(z0), solver, how, callback=callback)
+    how = Backward(rule, BackwardStats(), len(z0[0]), fn.coupled)
+    problem = _Problem(explicit, len(z0), how, solver, callback)
     out = _SolveFunction.apply(problem, *z0, *sources)
     value, (code, steps, residual, relative) = list(out[: len(z0)]), out[len(z0) :]
     evaluations, syncs = problem.counted
-    done = Iterated(value, code, steps, residual, relative, evaluations, syncs)
-    done.coupled = how.coupled
-    return done
+    numbers = code, steps, residual, relative, evaluations, syncs
+    return Iterated(value, *numbers, coupled=how.coupled, backward=how.stats)
 
 
 def solve_detached(fn: Map, z0: Leaves, solver: Solver, callback: Callback) -> Iterated:
@@ -96,7 +90,7 @@ def solve_detached(fn: Map, z0: Leaves, solver: Solver, callback: Callback) -> I
     with torch.no_grad():
         if not transforms_active():
             return iterate(fn, [z.detach() for z in z0], solver, callback)
-        done = solve_functional(fn, z0, solver, GMRES(), callback, BackwardStats())
+        done = solve_functional(fn, z0, solver, GMRES(), callback)
     done.value = [v.detach() for v in done.value]
     return done
 
@@ -210,13 +204,10 @@ class _SolveFunction(torch.autograd.Function):
 
         def batched(z: Leaves, deps: Sequence[Tensor]) -> Leaves:
             stacked = [x.unflatten(0, s[:2]) for x, s in zip(z, shapes, strict=True)]
-            if not any(d == 0 for d in dep_dims):
-                out = torch.vmap(lambda a: problem.fn(a, deps))(stacked)
-            else:
-                out = torch.vmap(problem.fn, in_dims=(0, dep_dims))(stacked, list(deps))
+            out = torch.vmap(problem.fn, in_dims=(0, dep_dims))(stacked, list(deps))
             return [x.flatten(0, 1) for x in out]
 
-        wide = _Problem(batched, n, problem.solver, problem.how, problem.affine)
+        wide = _Problem(batched, n, problem.how, problem.solver)
         out = _SolveFunction.apply(wide, *[x.flatten(0, 1) for x in z0], *given[n:])
         split = tuple(x.unflatten(0, shapes[0][:2]) for x in out)
         return split, (0,) * len(split)
@@ -246,22 +237,20 @@ def backward_functional(
 
 def _solve_affine(fn: Explicit, offset: Leaves, rest: Sequence[Tensor], how: Backward) -> Leaves:
     """x = offset + Lx with L = fn(·, (0, rest)), differentiable in offset and rest."""
-    affine = _Problem(fn, len(offset), how.solver, how, affine=True)
+    affine = _Problem(fn, len(offset), how)
     return list(_SolveFunction.apply(affine, *offset, *offset, *rest)[: len(offset)])
 
 
 def _run(problem: _Problem, z0: Leaves, deps: list[Tensor]) -> Iterated:
     how, n = problem.how, problem.count
-    if problem.affine:
+    if problem.solver is None:
         still = [torch.zeros_like(d) for d in deps[:n]] + deps[n:]
         offset = problem.fn([torch.zeros_like(z) for z in z0], deps)
         found = solve_adjoint(
             how.solver, lambda v: problem.fn(v, still), offset, coupled=how.coupled, group=how.group
         )
         note_backward(how.stats, found)
-        relative = found.relative
-        return Iterated(found.value, found.result, found.steps, relative, relative, 0, 0)
-    assert isinstance(problem.solver, Solver)
+        return found
 
     def plain(z: Any) -> Any:
         return tuple(problem.fn(list(z), deps))
@@ -272,5 +261,5 @@ def _run(problem: _Problem, z0: Leaves, deps: list[Tensor]) -> Iterated:
     how.coupled = how.coupled or done.coupled
     problem.counted[:] = done.evaluations, done.syncs
     if done.counts is not None:
-        warn_failures(done.counts, options=problem.solver, dtype=z0[0].dtype)
+        report_failures(done.counts, "fixed_point", problem.solver, z0[0].dtype)
     return done

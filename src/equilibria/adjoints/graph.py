@@ -28,9 +28,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from equilibria.engine.iterate import Iterated
 from equilibria.engine.maps import Map
-from equilibria.engine.result import Result
+from equilibria.engine.result import Iterated, Result
 from equilibria.engine.transforms import transforms_active
 from equilibria.engine.tree import (
     Leaves,
@@ -186,20 +185,21 @@ def _collect(item: Any, found: list[Any], seen: set[int], depth: int) -> None:
     elif isinstance(item, types.MethodType):
         inner = (item.__self__, item.__func__)
     elif isinstance(item, types.FunctionType):
-        cells = [c for c in item.__closure__ or () if not _empty(c)]
-        inner = [c.cell_contents for c in cells] + list(item.__defaults__ or ())
+        inner = [*captured(item).values(), *(item.__defaults__ or ())]
     elif hasattr(item, "__dict__") and not isinstance(item, (type, types.ModuleType)):
         inner = vars(item).values()
     for child in list(inner):
         _collect(child, found, seen, depth + 1)
 
 
-def _empty(cell: types.CellType) -> bool:
-    try:
-        _ = cell.cell_contents
-    except ValueError:
-        return True
-    return False
+def captured(fn: Any) -> dict[str, Any]:
+    """The names and values that a function has from around it; not what is not assigned yet."""
+    found = {}
+    names = getattr(getattr(fn, "__code__", None), "co_freevars", ())
+    for name, cell in zip(names, getattr(fn, "__closure__", None) or (), strict=True):
+        with contextlib.suppress(ValueError):
+            found[name] = cell.cell_contents
+    return found
 
 
 class _Watch(TorchFunctionMode):

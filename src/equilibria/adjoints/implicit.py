@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from equilibria.engine.adjoint import Adjoint
-from equilibria.engine.iterate import Callback, Iterated, iterate
+from equilibria.engine.iterate import Callback, iterate
 from equilibria.engine.krylov import GMRES, LinearSolver, MatVec
 from equilibria.engine.maps import Map
 from equilibria.engine.options import options
-from equilibria.engine.result import BackwardStats
+from equilibria.engine.result import BackwardStats, Iterated
 from equilibria.engine.solver import Solver, SolverOptions
 from equilibria.engine.spectral import pull
 from equilibria.engine.transforms import outside_compile, transforms_active
@@ -113,28 +113,21 @@ class Implicit(Adjoint):
                 "solver such as Anderson(...)."
             )
 
-    def run(
-        self,
-        fn: Map,
-        z0: Leaves,
-        solver: Solver,
-        callback: Callback,
-        backward: BackwardStats,
-    ) -> Iterated:
+    def run(self, fn: Map, z0: Leaves, solver: Solver, callback: Callback) -> Iterated:
         if transforms_active():
-            return solve_functional(fn, z0, solver, self._own_solver(), callback, backward)
+            return solve_functional(fn, z0, solver, self._own_solver(), callback)
         with torch.no_grad():
             done = iterate(fn, [z.detach() for z in z0], solver, callback)
         if torch.is_grad_enabled():
-            done.value = self.attached(fn, done, backward)
+            done.value = self.attached(fn, done)
         return done
 
-    def attached(self, fn: Map, done: Iterated, backward: BackwardStats) -> Leaves:
+    def attached(self, fn: Map, done: Iterated) -> Leaves:
         """The answer of a solve of z = fn(z), however it was found, with its gradient."""
         solver = self._own_solver()
         if torch.compiler.is_compiling() and _is_blind(solver):
             return _attach_compiled(fn, done, solver)
-        return _attach_outside_compile(fn, done, solver, backward)
+        return _attach_outside_compile(fn, done, solver)
 
     def _own_solver(self) -> LinearSolver | Solver:
         given = self.solver
@@ -195,9 +188,9 @@ class _CompiledFunction(torch.autograd.Function):
 
 
 @outside_compile("Implicit reads the autograd graph; compile the map instead")
-def _attach_outside_compile(
-    fn: Map, done: Iterated, solver: LinearSolver | Solver, stats: BackwardStats
-) -> Leaves:
+def _attach_outside_compile(fn: Map, done: Iterated, solver: LinearSolver | Solver) -> Leaves:
+    stats = done.backward
+
     def rule(failed: Tensor | None) -> Rule:
         if failed is not None:
             stats.masked = -1 if done.counts is None else int(failed.sum())
@@ -224,18 +217,16 @@ def attach(fn: Map, z: Leaves, graph: Evaluation, rule: Rule) -> Leaves:
     return list(_ImplicitFunction.apply(explicit, graph, rule, len(z), *z, *graph.sources))
 
 
-def attach_linear(
-    product: Map, b: Leaves, x: Leaves, solver: LinearSolver, stats: BackwardStats, coupled: bool
-) -> Leaves:
-    """Leaves with the value of x = A⁻¹b, differentiable in b and what A captures."""
+def attach_linear(product: Map, b: Leaves, done: Iterated, solver: LinearSolver) -> Leaves:
+    """The answer x = A⁻¹b of a solve, differentiable in b and what A captures."""
 
     def richardson(state: Any, right: Any) -> Any:
         return tuple(p + q - r for p, q, r in zip(state, right, product(list(state)), strict=True))
 
     spec = pytree.tree_structure(tuple(b))
-    rule = SolveRule(solver=solver, stats=stats, coupled=coupled)
+    rule = SolveRule(solver=solver, stats=done.backward, coupled=done.coupled)
     fn = Map(richardson, (tuple(b),), spec, b)
-    return attach(fn, x, evaluate(fn, x), rule)
+    return attach(fn, done.value, evaluate(fn, done.value), rule)
 
 
 class _ImplicitFunction(torch.autograd.Function):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from equilibria.engine.adjoint import Adjoint
-from equilibria.engine.iterate import Callback, Iterated
+from equilibria.engine.iterate import Callback
 from equilibria.engine.maps import Map
 from equilibria.engine.options import options
-from equilibria.engine.result import BackwardStats
+from equilibria.engine.result import Iterated
 from equilibria.engine.solver import Solver
 from equilibria.engine.tree import Leaves
 
@@ -24,14 +24,7 @@ class OneStep(Adjoint):
     descent direction where ‖J‖ is well below 1, and biased always.
     """
 
-    def run(
-        self,
-        fn: Map,
-        z0: Leaves,
-        solver: Solver,
-        callback: Callback,
-        backward: BackwardStats,
-    ) -> Iterated:
+    def run(self, fn: Map, z0: Leaves, solver: Solver, callback: Callback) -> Iterated:
         done = solve_detached(fn, z0, solver, callback)
         if torch.is_grad_enabled():
             done.value = carry(fn, done, lambda part: part.fn(part.z))

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from equilibria.engine.adjoint import Adjoint
-from equilibria.engine.iterate import Callback, Iterated
+from equilibria.engine.iterate import Callback
 from equilibria.engine.krylov import MatVec
 from equilibria.engine.maps import Map
 from equilibria.engine.options import check_number, options
-from equilibria.engine.result import BackwardStats
+from equilibria.engine.result import Iterated
 from equilibria.engine.solver import Solver
 from equilibria.engine.transforms import (
     forward_levels,
@@ -52,14 +52,7 @@ class Phantom(Adjoint):
         if self.form not in ("unrolled", "neumann"):
             raise ValueError(f"Phantom(form={self.form!r}): expected 'unrolled' or 'neumann'.")
 
-    def run(
-        self,
-        fn: Map,
-        z0: Leaves,
-        solver: Solver,
-        callback: Callback,
-        backward: BackwardStats,
-    ) -> Iterated:
+    def run(self, fn: Map, z0: Leaves, solver: Solver, callback: Callback) -> Iterated:
         derived = torch.is_grad_enabled() or forward_mode_active() or forward_levels() > 0
         if self.form == "neumann" and transforms_active() and derived:
             raise RuntimeError(
@@ -71,7 +64,7 @@ class Phantom(Adjoint):
             if self.form == "unrolled":
                 done.value = carry(fn, done, self._unrolled)
             else:
-                done.value = self._neumann(fn, done, backward)
+                done.value = self._neumann(fn, done)
         return done
 
     def _unrolled(self, part: Isolated) -> Leaves:
@@ -86,9 +79,11 @@ class Phantom(Adjoint):
         return z
 
     @outside_compile("the Neumann form reads the autograd graph; compile the map instead")
-    def _neumann(self, fn: Map, done: Iterated, stats: BackwardStats) -> Leaves:
+    def _neumann(self, fn: Map, done: Iterated) -> Leaves:
+        steps, damping, stats = self.steps, self.damping, done.backward
+
         def rule(failed: Tensor | None) -> Rule:
-            return _SeriesRule(steps=self.steps, damping=self.damping, stats=stats, failed=failed)
+            return _SeriesRule(steps=steps, damping=damping, stats=stats, failed=failed)
 
         return attach_isolated(fn, done, rule)
 

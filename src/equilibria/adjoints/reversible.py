@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from equilibria.engine.adjoint import Adjoint
-from equilibria.engine.iterate import Callback, Iterated, iterate
+from equilibria.engine.iterate import Callback, iterate
 from equilibria.engine.maps import Map, Surrogate
 from equilibria.engine.options import options
-from equilibria.engine.result import BackwardStats
+from equilibria.engine.result import Iterated
 from equilibria.engine.solver import Solver
 from equilibria.engine.spectral import pull
 from equilibria.engine.transforms import outside_compile, transforms_active
@@ -46,14 +46,7 @@ class Reversible(Adjoint):
     does not end at z0 again are an error: their gradient would be wrong.
     """
 
-    def run(
-        self,
-        fn: Map,
-        z0: Leaves,
-        solver: Solver,
-        callback: Callback,
-        backward: BackwardStats,
-    ) -> Iterated:
+    def run(self, fn: Map, z0: Leaves, solver: Solver, callback: Callback) -> Iterated:
         beta = _damping(fn, solver)
         pair = _Pair(fn, beta, [z.dtype for z in z0])
         start = [z.detach().double() for z in z0]

@@ -11,10 +11,10 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from equilibria.engine.adjoint import Adjoint
-from equilibria.engine.iterate import Callback, Iterated, iterate
+from equilibria.engine.iterate import Callback, iterate
 from equilibria.engine.maps import Map
 from equilibria.engine.options import options
-from equilibria.engine.result import BackwardStats, Result
+from equilibria.engine.result import Iterated, Result
 from equilibria.engine.solver import Solver
 from equilibria.engine.transforms import transforms_active
 from equilibria.engine.tree import Leaves, unflatten, where_sample
@@ -45,14 +45,7 @@ class Unrolled(Adjoint):
 
     checkpoint: bool = False
 
-    def run(
-        self,
-        fn: Map,
-        z0: Leaves,
-        solver: Solver,
-        callback: Callback,
-        backward: BackwardStats,
-    ) -> Iterated:
+    def run(self, fn: Map, z0: Leaves, solver: Solver, callback: Callback) -> Iterated:
         refuse_data_dependence(solver, "Unrolled")
         if self.checkpoint and transforms_active():
             raise RuntimeError(
@@ -63,13 +56,13 @@ class Unrolled(Adjoint):
             return iterate(fn, z0, solver, callback)
         if solver.fixed_steps and not host_may_read(z0[0]):
             return self._run_unseen(fn, z0, solver, callback)
-        done = iterate(self._stored(fn, z0), z0, solver, callback)
+        done = iterate(self._stored(fn), z0, solver, callback)
         part = isolate(fn, done)
         if part is None:
             done.value = without_gradient(fn, done.value, *z0)
         elif part.failed is not None:
             # The graph holds NaN or infinity, and 0·NaN is NaN: take the steps again without it.
-            again = self._stored(part.fn, z0)
+            again = self._stored(part.fn)
             start = [lend(z, part.failed) for z in z0]
             if not part.apart:
                 again = _pinned(again, part.failed, start)
@@ -77,24 +70,18 @@ class Unrolled(Adjoint):
             done.value = cut_off(part.failed, value, [x.detach() for x in done.value])
         return done
 
-    def _stored(self, fn: Map, like: Leaves) -> Map:
+    def _stored(self, fn: Map) -> Map:
         """The map, recomputed in the backward pass where that was asked for."""
         if not self.checkpoint:
             return fn
-        inner = fn.fn
-
-        def recomputed(z: Any, *args: Any) -> Any:
-            return checkpoint(inner, z, *args, use_reentrant=False)
-
-        given = recomputed, fn.args, fn.spec, like, fn.surrogate
-        return Map(*given, coupled=fn.coupled, group=fn.group)
+        return fn.wrapped(lambda inner, *given: checkpoint(inner, *given, use_reentrant=False))
 
     def _run_unseen(self, fn: Map, z0: Leaves, solver: Solver, callback: Callback) -> Iterated:
         """Fixed steps of which the host sees nothing: samples whose T(z0) is not finite are out."""
         with torch.no_grad():
             first = fn([z.detach() for z in z0])
         sick = ~finite_samples(first)
-        again = self._stored(cleaned(fn, sick), z0)
+        again = self._stored(cleaned(fn, sick))
         done = iterate(again, [lend(z, sick) for z in z0], solver, callback)
         done.evaluations += 1
         done.result = torch.where(sick, int(Result.nonfinite), done.result).to(torch.int8)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from .iterate import Callback, Iterated
+from .iterate import Callback
 from .maps import Map
 from .options import options
-from .result import BackwardStats
+from .result import Iterated
 from .solver import Solver
 from .tree import Leaves
 
@@ -17,12 +17,5 @@ class Adjoint(ABC):
     """Final subclasses: Implicit, Phantom, OneStep, Reversible, Unrolled."""
 
     @abstractmethod
-    def run(
-        self,
-        fn: Map,
-        z0: Leaves,
-        solver: Solver,
-        callback: Callback,
-        backward: BackwardStats,
-    ) -> Iterated:
+    def run(self, fn: Map, z0: Leaves, solver: Solver, callback: Callback) -> Iterated:
         """Solve, and return leaves through which gradients flow in this adjoint's way."""

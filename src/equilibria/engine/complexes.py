@@ -1,4 +1,4 @@
-"""Complex states: [B, ...] is solved as the real state [B, ..., 2] of its parts.
+"""The state of a solve as real leaves: complex [B, ...] is solved as [B, ..., 2], its parts.
 
 A map of complex numbers need not be complex-differentiable (the shrinkage of magnitudes is not), so
 its Jacobian is linear over the real numbers only. Norms, least squares and Krylov spaces are
@@ -7,30 +7,33 @@ therefore those of the parts: ⟨a, b⟩ = Re āᵀb. Gradients are PyTorch's, �
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from .tree import flatten_state, unflatten
 
-class ComplexState:
-    """Which leaves of a state are complex, and the way to its real form and back."""
 
-    def __init__(self, z: Any) -> None:
-        leaves, self._spec = pytree.tree_flatten(z)
+class RealForm:
+    """The leaves of a state z, checked and real, and the way back; ``what`` names z in errors."""
+
+    def __init__(self, z: Any, what: str = "z0") -> None:
+        leaves, self._tree = pytree.tree_flatten(z)
         # A scalar is left for the check of the state to refuse.
         known = [isinstance(x, Tensor) and x.is_complex() and x.dim() > 0 for x in leaves]
         self._dtypes = [x.dtype if c else None for x, c in zip(leaves, known, strict=True)]
-
-    def __bool__(self) -> bool:
-        return any(d is not None for d in self._dtypes)
+        self._plain = not any(known)
+        self.leaves, self.spec = flatten_state(self.real(z), what)
 
     def real(self, tree: Any) -> Any:
-        """The state with each complex leaf as a real one."""
+        """A state with each complex leaf as a real one."""
+        if self._plain:
+            return tree
         leaves, spec = pytree.tree_flatten(tree)
-        if spec != self._spec:
+        if spec != self._tree:
             return tree  # the check of the map says what is wrong with it
         pairs = zip(leaves, self._dtypes, strict=True)
         parts = [
@@ -39,17 +42,20 @@ class ComplexState:
         ]
         return pytree.tree_unflatten(parts, spec)
 
-    def complex(self, tree: Any) -> Any:
-        """The inverse of :meth:`real`."""
-        leaves, spec = pytree.tree_flatten(tree)
+    def restored(self, leaves: Sequence[Tensor]) -> Any:
+        """The state as the caller writes it, from real leaves."""
+        if self._plain:
+            return unflatten(leaves, self.spec)
         pairs = zip(leaves, self._dtypes, strict=True)
-        return pytree.tree_unflatten([_joined(x) if d else x for x, d in pairs], spec)
+        return unflatten([_joined(x) if d else x for x, d in pairs], self.spec)
 
     def on_parts(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """The map as one of real states."""
+        if self._plain:
+            return fn
 
         def mapped(z: Any, *args: Any) -> Any:
-            return self.real(fn(self.complex(z), *args))
+            return self.real(fn(self.restored(pytree.tree_leaves(z)), *args))
 
         return mapped
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["eliminate", "inverse_each", "solve_each"]
-
 
 def _one_by_one(a: Tensor) -> bool:
     # Up to 128 rows batches were right in every trial.

@@ -18,10 +18,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["SaveError", "json_text", "json_value"]
-__all__ += ["remove_parts", "replacing", "write_bytes", "write_json", "write_text"]
-
-
 _CHUNK = 1 << 24  # bytes at a time, so that Ctrl-C is heard in between
 _ABANDONED = 3600.0  # seconds after which nobody writes to a part any more
 

@@ -24,10 +24,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from .judge import HEALTH, Iterated, Judge, judged_norms, relative_norm, spread
+from .judge import HEALTH, Judge, judged_norms, relative_norm
 from .looped import run_looped
 from .maps import Map
-from .result import Result
+from .result import Iterated, Result
 from .solver import Point, Reached, Solver
 from .tree import (
     Leaves,
@@ -43,12 +43,11 @@ from .tree import (
     select_samples,
     strange,
     subtract,
+    take_samples,
     unflatten,
     where_sample,
     without_graph,
 )
-
-__all__ = ["HEALTH", "Callback", "Iterated", "in_state_dtype", "iterate", "spread"]
 
 R = TypeVar("R")
 
@@ -70,7 +69,7 @@ def iterate(fn: Map, z0: Leaves, solver: Solver, callback: Callback = None) -> I
         return _run_fixed(fn, z0, solver, callback)
     size = fn.group
     done = _run_fixed(fn.joined(), join_samples(z0, size), solver, _each(callback, size))
-    return spread(done, size)
+    return done.spread(size)
 
 
 def in_state_dtype(fn: Map, z0: Leaves, run: Callable[[Map], R]) -> R:
@@ -474,7 +473,7 @@ class _Run:
         *value, residual, relative, code, steps = self.out
         counted = self.evaluations, self.syncs, self.counts, self.coupled
         done = Iterated(value, code, steps, residual, relative, *counted)
-        return spread(done, self.judge.size) if self.judge.size else done
+        return done.spread(self.judge.size) if self.judge.size else done
 
     def _compact(self, state: Any) -> Any:
         """Keep the rows that are still active. The host reads which they are."""
@@ -496,16 +495,10 @@ class _Run:
         self.fn = part
         self.rows = index if self.rows is None else self.rows.index_select(0, index)
         self.z = select_samples(self.z, index)
-        safe, *norms = self.safe
-        norms += [self.limit, self.peak, self.best, self.best_step]
-        kept = select_samples(norms, index)
-        first, second, self.limit, self.peak, self.best, self.best_step = kept
-        self.safe = select_samples(safe, index), first, second
-        if self.hold is not None:
-            self.hold = self.hold.index_select(0, index)
-        self.judge.fn = part
-        if isinstance(self.judge.atol, Tensor):
-            self.judge.atol = self.judge.atol.index_select(0, index)
+        known = self.safe, self.limit, self.hold, self.peak, self.best, self.best_step
+        known = take_samples(known, index)
+        self.safe, self.limit, self.hold, self.peak, self.best, self.best_step = known
+        self.judge.fn, self.judge.atol = part, take_samples(self.judge.atol, index)
         self.active = self.settled = None
         return self.solver.take(state, index)
 

@@ -1,14 +1,11 @@
-"""What a solve returns, and when a sample has converged."""
+"""When a sample has converged."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from .maps import Map
-from .result import Result
 from .solver import Point, Solver
 from .tree import (
     ORDINARY,
@@ -24,37 +21,6 @@ from .tree import (
 
 HEALTH = 16
 """Steps between two looks at divergence, NaN and stagnation."""
-
-
-@dataclass
-class Iterated:
-    """The raw outcome of a solve, on leaves."""
-
-    value: Leaves
-    result: Tensor
-    steps: Tensor
-    residual: Tensor
-    relative: Tensor
-    evaluations: int
-    syncs: int
-    counts: dict[Result, int] | None = None
-    """How many samples ended in which way, where the host knows it without waiting."""
-    coupled: bool = False
-    """Whether samples are known to depend on each other."""
-
-
-def spread(done: Iterated, size: int) -> Iterated:
-    """The outcome of joined samples, for each: codes and numbers are those of its group."""
-    return replace(
-        done,
-        value=part_samples(done.value),
-        result=repeat_samples(done.result, size),
-        steps=repeat_samples(done.steps, size),
-        residual=repeat_samples(done.residual, size),
-        relative=repeat_samples(done.relative, size),
-        counts=None if done.counts is None else {c: n * size for c, n in done.counts.items()},
-        coupled=True,
-    )
 
 
 def judged_leaves(fn: Map, point: Point) -> tuple[Leaves, Leaves]:

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from .options import check_number, options
-from .result import Result
+from .result import Iterated, Result
 from .tree import (
     History,
     Leaves,
@@ -26,7 +26,6 @@ from .tree import (
     keep_samples,
     part_samples,
     power_of_two,
-    repeat_samples,
     sample_dot,
     sample_norm,
     scale_samples,
@@ -36,20 +35,8 @@ from .tree import (
 
 MatVec = Callable[[Leaves], Leaves]
 
-_RTOL = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
-
-
-@dataclass
-class LinearIterated:
-    """x, and a sample each: result code, steps, ‖b − Ax‖/‖b‖ (of the batch, where coupled)."""
-
-    value: Leaves
-    result: Tensor
-    steps: Tensor
-    relative: Tensor
-    syncs: int
-    coupled: bool = False
-    """Whether samples are known to depend on each other."""
+RTOL = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+"""The relative tolerance that each dtype can reach."""
 
 
 @options
@@ -79,7 +66,7 @@ class LinearSolver(ABC):
         *,
         coupled: bool = False,
         group: int | None = None,
-    ) -> LinearIterated:
+    ) -> Iterated:
         """Solve A x = b from x0 (zero if None), and evaluate b − Ax.
 
         Where that is too large, one more product tells whether A couples samples; if so (or with
@@ -88,61 +75,43 @@ class LinearSolver(ABC):
         size = len(b[0]) if group is None else group
         if coupled and size > 1:
             return self._solve_joined(matvec, b, x0, size)
-        done = self._solve(matvec, b, x0)
-        check = _Check(matvec, b, done, self._tolerance(b), self.atol)
-        if check.read() and size > 1 and check.couples():
+        check = self._checked(matvec, b, x0)
+        if check.any_missed and size > 1 and check.couples():
             joined = self._solve_joined(matvec, b, x0, size)
-            joined.steps, joined.syncs = joined.steps + done.steps, joined.syncs + check.syncs
+            joined.steps, joined.syncs = joined.steps + check.done.steps, joined.syncs + check.syncs
             return joined
         return check.outcome()
 
-    def _solve_joined(
-        self, matvec: MatVec, b: Leaves, x0: Leaves | None, size: int
-    ) -> LinearIterated:
+    def _solve_joined(self, matvec: MatVec, b: Leaves, x0: Leaves | None, size: int) -> Iterated:
         """The same with each group of coupled samples as one sample."""
 
         def whole(v: Leaves) -> Leaves:
             return join_samples(matvec(part_samples(v)), size)
 
-        right = join_samples(b, size)
-        done = self._solve(whole, right, None if x0 is None else join_samples(x0, size))
-        check = _Check(whole, right, done, self._tolerance(b), self.atol)
-        check.read()
-        found = check.outcome()
-        return LinearIterated(
-            part_samples(found.value),
-            repeat_samples(found.result, size),
-            repeat_samples(found.steps, size),
-            repeat_samples(found.relative, size),
-            found.syncs,
-            coupled=True,
-        )
+        start = None if x0 is None else join_samples(x0, size)
+        return self._checked(whole, join_samples(b, size), start).outcome().spread(size)
 
     def _tolerance(self, b: Leaves) -> float:
         """Of the finest leaf: what a coarse one cannot resolve counts as its rounding."""
-        return min(_RTOL[x.dtype] for x in b) if self.rtol is None else self.rtol
+        return min(RTOL[x.dtype] for x in b) if self.rtol is None else self.rtol
 
-    def _solve(self, matvec: MatVec, b: Leaves, x0: Leaves | None) -> LinearIterated:
-        """Each sample by itself; ``relative`` is what the recursion believes."""
-        rtol, dtypes = self._tolerance(b), [x.dtype for x in b]
-        matvec, b = _widened(matvec, dtypes), _wide(b)
-        # Near 1, so that squares of small or large entries neither vanish nor overflow. Powers of
-        # two: no digit of the answer changes.
-        scale = _unit(b)
-        b = scale_samples(1.0 / scale, b)
+    def _checked(self, matvec: MatVec, b: Leaves, x0: Leaves | None) -> _Check:
+        """Solve for each sample by itself, and look at b − Ax."""
+        product, right, scale = _ordinary(matvec, b)
         start = None
         if x0 is not None:
-            wide = [x.to(c.dtype) for x, c in zip(x0, b, strict=True)]
+            wide = [x.to(c.dtype) for x, c in zip(x0, right, strict=True)]
             start = scale_samples(1.0 / scale, wide)
-        norm = sample_norm(b)
-        done = self.run(matvec, b, start, norm, self.atol / scale + rtol * norm)
-        value = scale_samples(scale, done.value)
-        return replace(done, value=[v.to(d) for v, d in zip(value, dtypes, strict=True)])
+        norm = sample_norm(right)
+        target = self.atol / scale + self._tolerance(b) * norm
+        done = self.run(product, right, start, norm, target)
+        done.value = _restored(done.value, scale, b)
+        return _Check(matvec, right, scale, norm, target, done)
 
     @abstractmethod
     def run(
         self, matvec: MatVec, b: Leaves, x0: Leaves | None, norm: Tensor, target: Tensor
-    ) -> LinearIterated:
+    ) -> Iterated:
         """The same for a b of ordinary size, with ‖b‖ and the absolute tolerance, [B] each."""
 
     def block_length(self, device: torch.device) -> int:
@@ -150,34 +119,35 @@ class LinearSolver(ABC):
 
 
 class _Check:
-    """b − Ax of the x that is returned, and what it means where it is too large."""
+    """b − Ax of the x that is returned, and what it means where it is too large.
+
+    ``right`` is b in units of ``scale``, with its norm and the tolerance in those.
+    """
 
     def __init__(
-        self, matvec: MatVec, b: Leaves, done: LinearIterated, rtol: float, atol: float
+        self,
+        matvec: MatVec,
+        right: Leaves,
+        scale: Tensor,
+        norm: Tensor,
+        target: Tensor,
+        done: Iterated,
     ) -> None:
-        self.matvec, self.done, self.syncs = matvec, done, done.syncs
-        self.scale = _unit(_wide(b))
+        self.matvec, self.scale, self.done = matvec, scale, done
         self.product = self._apply(done.value)
-        right = scale_samples(1.0 / self.scale, _wide(b))
-        norm = sample_norm(right)
         self.residual = sample_norm(subtract(right, self.product))
         self.relative = self.residual / norm.clamp_min(torch.finfo(norm.dtype).tiny)
         # Twice the tolerance, because recursions round; and the rounding of x and Ax themselves.
-        eps = max(torch.finfo(x.dtype).eps for x in b)
-        x = scale_samples(1.0 / self.scale, _wide(done.value))
-        rounding = 4 * eps * (sample_norm(x) + sample_norm(self.product))
-        self.allowed = 2 * (atol / self.scale + rtol * norm) + rounding
+        eps = max(torch.finfo(x.dtype).eps for x in done.value)
+        x = scale_samples(1.0 / scale, _wide(done.value))
+        self.allowed = 2 * target + 4 * eps * (sample_norm(x) + sample_norm(self.product))
         self.missed = ~(self.residual <= self.allowed)
+        believed = self.missed & (done.result == int(Result.converged))
+        self.syncs = done.syncs + 1
+        self.any_missed, self.surprised = torch.stack([self.missed, believed]).any(1).tolist()
 
     def _apply(self, x: Leaves) -> Leaves:
         return scale_samples(1.0 / self.scale, _wide(self.matvec(x)))
-
-    def read(self) -> bool:
-        """Does any sample miss its tolerance?"""
-        self.syncs += 1
-        believed = self.missed & (self.done.result == int(Result.converged))
-        missed, self.surprised = torch.stack([self.missed, believed]).any(1).tolist()
-        return bool(missed)
 
     def couples(self) -> bool:
         """Is the worst sample's row of Av anything but zero for a v that is zero there?"""
@@ -190,7 +160,7 @@ class _Check:
         size = found.nan_to_num(0.0, 0.0, 0.0).mean()  # another sample may have NaN, and keeps it
         return bool((worst & (found > 4 * torch.finfo(x[0].dtype).eps * size)).any())
 
-    def outcome(self) -> LinearIterated:
+    def outcome(self) -> Iterated:
         """What was believed converged and is not, and not because A rounds so much, is not."""
         code = self.done.result
         if self.surprised:
@@ -201,7 +171,10 @@ class _Check:
             wrong = self.missed & ~(self.residual <= self.allowed + 16 * noise)
             wrong = wrong & (code == int(Result.converged))
             code = torch.where(wrong, int(Result.stagnated), code).to(torch.int8)
-        return replace(self.done, result=code, relative=self.relative, syncs=self.syncs)
+        residual, relative = self.residual * self.scale, self.relative
+        return replace(
+            self.done, result=code, residual=residual, relative=relative, syncs=self.syncs
+        )
 
 
 def _wide(leaves: Leaves) -> Leaves:
@@ -220,6 +193,22 @@ def _widened(matvec: MatVec, dtypes: list[torch.dtype]) -> MatVec:
     return wide
 
 
+def _ordinary(matvec: MatVec, b: Leaves) -> tuple[MatVec, Leaves, Tensor]:
+    """A on vectors of float32 or better, and b in units [B] in which it is near 1.
+
+    So squares of small or large entries neither vanish nor overflow. Powers of two: no digit of the
+    answer changes.
+    """
+    wide = _wide(b)
+    scale = _unit(wide)
+    return _widened(matvec, [x.dtype for x in b]), scale_samples(1.0 / scale, wide), scale
+
+
+def _restored(x: Leaves, scale: Tensor, like: Leaves) -> Leaves:
+    """x in the units and the dtypes of the system that was given."""
+    return [v.to(b.dtype) for v, b in zip(scale_samples(scale, x), like, strict=True)]
+
+
 def _unit(b: Leaves) -> Tensor:
     """The power of two near max|b| of each sample, [B]."""
     largest = torch.stack([x.reshape(x.shape[0], -1).abs().amax(1) for x in b]).amax(0)
@@ -234,13 +223,16 @@ def _begin(matvec: MatVec, b: Leaves, x0: Leaves | None) -> tuple[Leaves, Leaves
 
 
 def _finish(
-    x: Leaves, done: Tensor, stuck: Tensor, steps: Tensor, relative: Tensor, syncs: int
-) -> LinearIterated:
+    x: Leaves, done: Tensor, stuck: Tensor, steps: Tensor, left: Tensor, norm: Tensor, syncs: int
+) -> Iterated:
+    """The outcome; ``left`` is ‖b − Ax‖, ``norm`` ‖b‖. Who gives A counts the products with it."""
+    relative = left / norm.clamp_min(torch.finfo(norm.dtype).tiny)
     code = torch.where(done, int(Result.converged), int(Result.max_steps))
     code = torch.where(stuck, int(Result.stagnated), code)
     finite = torch.isfinite(sample_norm(x)) & torch.isfinite(relative)
     code = torch.where(finite, code, int(Result.nonfinite)).to(torch.int8)
-    return LinearIterated(keep_samples(finite, x), code, steps.to(torch.int32), relative, syncs)
+    x = keep_samples(finite, x)
+    return Iterated(x, code, steps.to(torch.int32), left, relative, evaluations=0, syncs=syncs)
 
 
 @options
@@ -260,21 +252,19 @@ class GMRES(LinearSolver):
 
     def solve_blind(self, matvec: MatVec, b: Leaves) -> Leaves:
         """One cycle of ``restart`` products without a test: for a compiler, which cannot read."""
-        dtypes, scale = [x.dtype for x in b], _unit(_wide(b))
-        b = scale_samples(1.0 / scale, _wide(b))
-        norm = sample_norm(b)
+        product, right, scale = _ordinary(matvec, b)
+        norm = sample_norm(right)
         limit = min(self.restart, self.max_steps)
-        cycle = _Cycle(_widened(matvec, dtypes), b, norm, norm == 0, limit)
+        cycle = _Cycle(product, right, norm, norm == 0, limit)
         weight = torch.ones_like(norm)
         for _ in range(limit):
             weight = cycle.extend(weight)
         cycle.columns_of = torch.full_like(norm, limit)
-        found = scale_samples(scale, cycle.correction())
-        return [x.to(d) for x, d in zip(found, dtypes, strict=True)]
+        return _restored(cycle.correction(), scale, b)
 
     def run(
         self, matvec: MatVec, b: Leaves, x0: Leaves | None, norm: Tensor, target: Tensor
-    ) -> LinearIterated:
+    ) -> Iterated:
         x, residual, taken = _begin(matvec, b, x0)
         current = sample_norm(residual)
         done = current <= target
@@ -305,8 +295,7 @@ class GMRES(LinearSolver):
                     break
             if taken + 1 > self.max_steps:
                 break
-        tiny = torch.finfo(norm.dtype).tiny
-        return _finish(x, done, stuck, steps, current / norm.clamp_min(tiny), syncs)
+        return _finish(x, done, stuck, steps, current, norm, syncs)
 
 
 class _Cycle:
@@ -448,7 +437,7 @@ class CG(LinearSolver):
 
     def run(
         self, matvec: MatVec, b: Leaves, x0: Leaves | None, norm: Tensor, target: Tensor
-    ) -> LinearIterated:
+    ) -> Iterated:
         x, r, taken = _begin(matvec, b, x0)
         p, rr = r, sample_dot(r, r)
         block = self.block_length(b[0].device)
@@ -471,6 +460,5 @@ class CG(LinearSolver):
                 syncs += 1
                 if not bool(active.any()):
                     break
-        left = rr.sqrt()
-        never = torch.zeros_like(active)
-        return _finish(x, left <= target, never, steps, left / norm.clamp_min(tiny), syncs)
+        left, never = rr.sqrt(), torch.zeros_like(active)
+        return _finish(x, left <= target, never, steps, left, norm, syncs)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch._higher_order_ops.while_loop import while_loop
 
-from .judge import HEALTH, Iterated, Judge, judged_norms, relative_norm, spread
+from .judge import HEALTH, Judge, judged_norms, relative_norm
 from .maps import Map
-from .result import Result
+from .result import Iterated, Result
 from .solver import Point, Solver
 from .tree import Leaves, join_samples, part_samples, sample_norm, where_sample
 
@@ -34,17 +34,9 @@ def run_looped(fn: Map, z0: Leaves, solver: Solver) -> Iterated:
     def unfinished(step: Tensor, code: Tensor, *rest: Tensor) -> Tensor:
         return ((code == _RUNNING) & (step < last)).any()
 
-    def advance(
-        step: Tensor,
-        code: Tensor,
-        steps: Tensor,
-        residual: Tensor,
-        scale: Tensor,
-        limit: Tensor,
-        peak: Tensor,
-        *rest: Tensor,
-    ) -> tuple[Tensor, ...]:
-        z, held = list(rest[:count]), list(rest[count:])
+    def advance(*state: Tensor) -> tuple[Tensor, ...]:
+        step, code, steps, residual, scale, limit, peak, *rest = state
+        z, held = rest[:count], rest[count:]
         active, step = code == _RUNNING, step + 1
         point = Point(z, image(z))
         found, length = judged_norms(meant, point)
@@ -83,4 +75,4 @@ def run_looped(fn: Map, z0: Leaves, solver: Solver) -> Iterated:
     z = where_sample(torch.isfinite(sample_norm(z)), z, start)
     relative = relative_norm(residual, scale)
     done = Iterated(z, code, steps.to(torch.int32), residual, relative, last, 1)
-    return spread(done, size) if size else done
+    return done.spread(size) if size else done

@@ -47,7 +47,7 @@ class Surrogate:
 
 
 class Map:
-    """z ↦ T(z, *args) on lists of leaves.
+    """z ↦ T(z, *args) on lists of leaves; ``args`` a tuple, or one argument.
 
     Where T answers in another floating dtype (autocast), leaves are brought back to the dtype of z.
     ``coupled`` says that samples are known to depend on each other; ``group`` is how many: the
@@ -57,7 +57,7 @@ class Map:
     def __init__(
         self,
         fn: Callable[..., Any],
-        args: tuple[Any, ...],
+        args: Any,
         spec: TreeSpec,
         like: Sequence[Tensor],
         surrogate: Surrogate | None = None,
@@ -67,7 +67,7 @@ class Map:
     ) -> None:
         self.surrogate = fn if isinstance(fn, Surrogate) else surrogate
         self.fn = fn.step if isinstance(fn, Surrogate) else fn
-        self.args = args
+        self.args: tuple[Any, ...] = args if isinstance(args, tuple) else (args,)
         self.spec = spec
         self.batch = like[0].shape[0] if like else 0
         self.coupled = coupled

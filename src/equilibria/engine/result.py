@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from .tree import map_tensors
+from .tree import Leaves, map_tensors, part_samples, repeat_samples
 
 V = TypeVar("V")
 
@@ -91,6 +91,38 @@ class BackwardStats:
     """Steps per sample of the latest backward solve, [B]."""
     residual: Tensor | None = None
     """‖u − g − Jᵀu‖/‖g‖ of the latest backward solve's u, [B]; of the batch where J couples it."""
+
+
+@dataclass
+class Iterated:
+    """The raw outcome of a solve, on leaves: of z = T(z), or of Ax = b with b − Ax as residual."""
+
+    value: Leaves
+    result: Tensor
+    steps: Tensor
+    residual: Tensor
+    relative: Tensor
+    evaluations: int
+    syncs: int
+    counts: dict[Result, int] | None = None
+    """How many samples ended in which way, where the host knows it without waiting."""
+    coupled: bool = False
+    """Whether samples are known to depend on each other."""
+    # By a lambda: torch.compile does not trace a class as a factory.
+    backward: BackwardStats = field(default_factory=lambda: BackwardStats())
+
+    def spread(self, size: int) -> Iterated:
+        """The outcome of ``size`` joined samples for each: its numbers are those of its group."""
+        return replace(
+            self,
+            value=part_samples(self.value),
+            result=repeat_samples(self.result, size),
+            steps=repeat_samples(self.steps, size),
+            residual=repeat_samples(self.residual, size),
+            relative=repeat_samples(self.relative, size),
+            counts=None if self.counts is None else {c: n * size for c, n in self.counts.items()},
+            coupled=True,
+        )
 
 
 @dataclass(frozen=True)
@@ -185,12 +217,14 @@ def warn_user(message: str, kind: type[Warning] = ConvergenceWarning) -> None:
     warnings.warn(message, kind, stacklevel=level)
 
 
-def warn_failures(
-    counts: dict[Result, int],
-    what: str = "fixed_point",
-    options: object = None,
-    dtype: torch.dtype | None = None,
+def report_failures(
+    counts: dict[Result, int], *about: Any, raise_with: Solution[Any] | None = None
 ) -> None:
-    message = describe_failures(counts, what, options, dtype)
-    if message is not None:
-        warn_user(message)
+    """Warn at the user's line, or raise, if samples did not converge; ``about``: what
+    ``describe_failures`` is told besides."""
+    message = describe_failures(counts, *about)
+    if message is None:
+        return
+    if raise_with is not None:
+        raise NotConvergedError(message, raise_with)
+    warn_user(message)

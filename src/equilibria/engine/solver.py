@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .options import check_number, options
 from .transforms import convolutions_take_tf32, products_take_tf32
-from .tree import Leaves, map_tensors, quick_norm, sample_norm, subtract, without_graph
+from .tree import Leaves, quick_norm, sample_norm, subtract, take_samples, without_graph
 
 _RTOL = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 _TF32_RTOL = 1e-3
@@ -172,7 +172,8 @@ class Solver(SolverOptions):
 
     @abstractmethod
     def init(self, z: Leaves) -> Any:
-        """The solver's state before the first step: a tree of tensors with the batch in dim 0."""
+        """The solver's state before the first step: tensors with the batch in dim 0, in a tree or a
+        dataclass (``take``)."""
 
     @abstractmethod
     def step(self, point: Point, state: Any) -> tuple[Leaves, Any]:
@@ -197,7 +198,7 @@ class Solver(SolverOptions):
 
     def take(self, state: Any, index: Tensor) -> Any:
         """The state of some samples only (compaction)."""
-        return map_tensors(lambda t: t.index_select(0, index), state)
+        return take_samples(state, index)
 
     def loop_state(self, z: Leaves) -> list[Tensor]:
         """The state before the first step as tensors that keep their shapes: of a solve that is

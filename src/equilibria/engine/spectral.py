@@ -60,7 +60,7 @@ def pull_with_graph(
 
 def _prepare(fn: Callable[..., Any], z: Any, args: Any) -> tuple[Map, Leaves]:
     leaves, spec = flatten_state(z, "z")
-    return Map(fn, args if isinstance(args, tuple) else (args,), spec, leaves), leaves
+    return Map(fn, args, spec, leaves), leaves
 
 
 def _drawn(like: Leaves, generator: torch.Generator | None) -> Leaves:

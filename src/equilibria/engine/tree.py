@@ -6,6 +6,7 @@ Leaves are never concatenated. Where one must be a matrix [B, N] it is *viewed* 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -244,6 +245,24 @@ def place_samples(leaves: Sequence[Tensor], index: Tensor, parts: Sequence[Tenso
 def map_tensors(fn: Callable[[Tensor], Tensor], tree: Any) -> Any:
     """Apply ``fn`` to the tensors of a tree, leaving other leaves as they are."""
     return pytree.tree_map(lambda t: fn(t) if isinstance(t, Tensor) else t, tree)
+
+
+def take_samples(state: Any, index: Tensor) -> Any:
+    """Some samples of a solver's state: of tensors with the batch in dim 0 and of histories, in
+    trees and dataclasses (by their own ``take`` if they have one); the rest stays as it is."""
+
+    def taken(part: Any) -> Any:
+        if isinstance(part, Tensor):
+            return select_samples([part], index)[0]
+        is_state = dataclasses.is_dataclass(part) and not isinstance(part, type)
+        if isinstance(part, History) or (is_state and hasattr(part, "take")):
+            return part.take(index)
+        if is_state:
+            held = {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
+            return dataclasses.replace(part, **take_samples(held, index))
+        return part
+
+    return pytree.tree_map(taken, state)
 
 
 _BMM_WIDE_OUTPUT = torch.cuda.is_available() and "out_dtype" in (torch.bmm.__doc__ or "")

@@ -32,8 +32,6 @@ from .constraints import Constraint, NormBounded, OperatorNorm, constrain
 from .inputs import check_sizes, lowered, zeros_as
 from .layer import FeatureLayer, MapLayer, linear, weight_operator
 
-__all__ = ["BoundBlock", "DeepOptEq", "OptEqBlock", "SeparableConv", "training_way"]
-
 
 class _SeparableNorm(OperatorNorm):
     """σ of the composed map z ↦ P(D ∗ z), from both weights in one matrix [out + k², C]."""

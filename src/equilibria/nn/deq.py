@@ -18,7 +18,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.utils import _pytree as pytree
 
-from equilibria.adjoints.graph import failed_codes, lend
+from equilibria.adjoints.graph import captured, failed_codes, lend
 from equilibria.certify.guarantee import solved
 from equilibria.certify.map_certificate import MapCertificate, certify_map
 from equilibria.engine.adjoint import Adjoint
@@ -31,10 +31,8 @@ from equilibria.entry import fixed_point
 
 from .constraints import Constraint, OperatorNorm, constrain
 from .inputs import check_groups, check_kernel, check_sizes, solving_dtype
-from .layer import MapLayer, captured
-from .observing import collectors, report
-
-__all__ = ["DEQ", "MonitoredMapLayer", "RepeatedBlock", "ResidualBlock"]
+from .layer import MapLayer
+from .observing import Penalties, collectors, report
 
 
 class MonitoredMapLayer(MapLayer):
@@ -73,7 +71,9 @@ class MonitoredMapLayer(MapLayer):
     ) -> None:
         """Hand the solution to who observes this layer, and its penalty to who collects them."""
         report(self, solution)
-        wanted = collectors(self) if self.jacobian_weight > 0 else []
+        if self.jacobian_weight == 0 or torch.compiler.is_compiling():
+            return
+        wanted = collectors(self, Penalties)
         if wanted:
             penalty = self._penalty(solution, step, injected)
             for found in wanted:
@@ -242,7 +242,7 @@ def _refuse_dropout(owner: str, block: nn.Module) -> None:
 
 def _refuse_captured(owner: str, block: Callable[..., Any]) -> None:
     """A captured module would neither train nor move with the layer."""
-    for name, held in captured(block):
+    for name, held in captured(block).items():
         if isinstance(held, (nn.Module, nn.Parameter)):
             raise ValueError(
                 f"{owner}: the function given as block captures '{name}', which would not be "

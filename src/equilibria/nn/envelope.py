@@ -13,7 +13,7 @@ from equilibria.adjoints.graph import failed_codes, lend
 from equilibria.certify import Enclosed
 from equilibria.certify.certificate import distance
 from equilibria.certify.network import tight_solver
-from equilibria.engine.tree import sample_norm
+from equilibria.engine.tree import per_sample, sample_norm
 from equilibria.problems import Problem
 from equilibria.problems.norms import SAFETY, sum_error
 
@@ -21,8 +21,6 @@ from .constraints import NormBounded, constrain
 from .geq import GEQ
 from .observing import report
 from .opteq import OptEq
-
-__all__ = ["Envelope"]
 
 _MARGIN = 1.03  # norms are held by estimates; with this margin the proven ones usually hold too
 
@@ -129,7 +127,7 @@ class Envelope(nn.Module):
                 return self._output(x, problem, solution.value)
             healthy = problem.with_inputs(*(lend(t, failed) for t in problem.inputs()))
             found = self._output(lend(x, failed), healthy, lend(solution.value, failed))
-            return torch.where(failed.view(-1, *[1] * (x.ndim - 1)), torch.nan, found)
+            return torch.where(per_sample(failed, x), torch.nan, found)
 
     def _constant(self, problem: Problem) -> tuple[float, float]:
         """Proven: the Lipschitz constant of the layer, and how far an error of z moves y."""

@@ -39,8 +39,6 @@ from .constraints import NormBounded, constrain
 from .inputs import check_sizes, marked
 from .layer import LayerOptions, WeightedLayer
 
-__all__ = ["GEQ", "KerDEQ"]
-
 
 class GEQ(WeightedLayer):
     """z* = argmin 1ᵀf(z) + ½‖z‖² − (1/2γ) Σᵢ exp(−γ‖(Ux + b − Wz)ᵢW_h‖²) (GEQ Eq 5–6, Eq 16).

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from equilibria.adjoints.graph import has_batch, host_may_read, lend
 from equilibria.engine.transforms import autocasts, transforms_active
-from equilibria.engine.tree import map_tensors
+from equilibria.engine.tree import map_tensors, per_sample
 from equilibria.problems import Prior
 
 
@@ -118,7 +118,7 @@ class _Lent(torch.autograd.Function):
         row = x.index_select(0, first).nan_to_num(0.0, 0.0, 0.0)
         # Into the layout of x: the row, read first, has lost it, and convolutions would copy.
         lent = torch.empty_like(x)
-        return torch.where(bad.view(-1, *[1] * (x.ndim - 1)), row, x, out=lent)
+        return torch.where(per_sample(bad, x), row, x, out=lent)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
@@ -133,7 +133,7 @@ def marked(tree: Any, bad: Tensor | None) -> Any:
     def mark(t: Tensor) -> Tensor:
         if not has_batch(t, bad) or not t.is_floating_point():
             return t
-        return torch.where(bad.view(-1, *[1] * (t.ndim - 1)), torch.nan, t)
+        return torch.where(per_sample(bad, t), torch.nan, t)
 
     return map_tensors(mark, tree)
 

@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 
 from equilibria.engine.options import check_number
+from equilibria.engine.tree import per_sample
 from equilibria.problems import HiddenProblem, Polynomial, Problem, Sigmoidal
 from equilibria.problems.kernels import SIGMOID_CURVATURE, inner
 from equilibria.solvers import Anderson, ProximalGradient
 
 from .layer import LayerOptions, WeightedLayer
-
-__all__ = ["PolynomialEq", "SigmoidEq"]
 
 
 class _ScalarKernelLayer(WeightedLayer):
@@ -41,7 +40,7 @@ class _ScalarKernelLayer(WeightedLayer):
         if self.radius is None:
             return c
         size = inner(c, c).clamp_min(self.radius**2).sqrt()  # no square root near zero
-        return (c * (self.radius / size).view(-1, *[1] * (c.ndim - 1))).to(c.dtype)
+        return (c * per_sample(self.radius / size, c)).to(c.dtype)
 
     def start(self, problem: HiddenProblem, x: Tensor) -> Tensor:
         return problem.default_start()

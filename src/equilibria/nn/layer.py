@@ -7,7 +7,7 @@ c = Ux + b from the input.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal, TypedDict
 
@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from equilibria.adjoints import Implicit
+from equilibria.adjoints.graph import captured
 from equilibria.engine.adjoint import Adjoint
 from equilibria.engine.result import Solution
 from equilibria.engine.solver import SolverOptions
+from equilibria.engine.tree import per_sample
 from equilibria.entry import check_ways, fixed_point
 from equilibria.problems import (
     ConvOperator,
@@ -42,8 +44,6 @@ from .inputs import (
     zeros_as,
 )
 from .observing import report
-
-__all__ = ["EquilibriumLayer", "LayerOptions", "MapLayer"]
 
 
 class _SolvedLayer(nn.Module):
@@ -114,7 +114,7 @@ class EquilibriumLayer(_SolvedLayer):
                     f"{type(part).__name__}."
                 )
             setattr(self, name, part)
-        for name, held in captured(problem_fn):
+        for name, held in captured(problem_fn).items():
             # It would neither train nor move with the layer.
             if isinstance(held, nn.Module) or (isinstance(held, Tensor) and held.requires_grad):
                 raise ValueError(
@@ -173,7 +173,7 @@ class EquilibriumLayer(_SolvedLayer):
         if bad is None:
             return problem, start
         if z0 is None and not self.starts_at_zero():
-            start = torch.where(bad.view(-1, *[1] * (start.ndim - 1)), 0.0, start)
+            start = torch.where(per_sample(bad, start), 0.0, start)
         return self.marked(problem, bad), start
 
     def marked(self, problem: HiddenProblem, bad: Tensor) -> HiddenProblem:
@@ -241,16 +241,6 @@ class MapLayer(_SolvedLayer, ABC):
         found = fixed_point(step, start, injected, **{**ways, **options})
         self.after_solve(found, *injected)
         return found
-
-
-def captured(fn: Any) -> Iterator[tuple[str, Any]]:
-    """The names and values that a function has from around it."""
-    names = getattr(getattr(fn, "__code__", None), "co_freevars", ())
-    for name, cell in zip(names, getattr(fn, "__closure__", None) or (), strict=True):
-        try:
-            yield name, cell.cell_contents
-        except ValueError:  # not assigned yet
-            continue
 
 
 class FeatureLayer(nn.Module):

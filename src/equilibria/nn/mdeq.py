@@ -32,8 +32,6 @@ from .inputs import (
     zeros_as,
 )
 
-__all__ = ["MDEQ", "MDEQClassifier", "MDEQSegmenter", "MDEQStem"]
-
 
 def _small(conv: nn.Conv2d) -> nn.Conv2d:
     """Start from N(0, 0.01²), as the authors do where no weight normalization follows."""

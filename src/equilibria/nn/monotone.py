@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -14,10 +14,10 @@ from equilibria.adjoints import Implicit
 from equilibria.certify.map_certificate import MapCertificate
 from equilibria.certify.monotone_layer import certify_monotone
 from equilibria.engine.adjoint import Adjoint
-from equilibria.engine.iterate import Callback, Iterated
+from equilibria.engine.iterate import Callback
 from equilibria.engine.maps import Map
 from equilibria.engine.options import check_number, options
-from equilibria.engine.result import BackwardStats, Solution
+from equilibria.engine.result import Iterated, Solution
 from equilibria.engine.solver import Solver, SolverOptions
 from equilibria.engine.transforms import functorch_active
 from equilibria.engine.tree import Leaves
@@ -35,8 +35,6 @@ from equilibria.solvers.peaceman_rachford import PeacemanRachford
 
 from .inputs import check_halving, check_sizes, solving_dtype, zeros_as
 from .layer import FeatureLayer, MapLayer, linear
-
-__all__ = ["MonotoneDEQ", "TransposedSplitting"]
 
 _KRYLOV = Implicit()
 _BACKWARD_STEPS = 500
@@ -58,15 +56,8 @@ class TransposedSplitting(Adjoint):
     solve of fixed steps has the default one of its dtype here.
     """
 
-    def run(
-        self,
-        fn: Map,
-        z0: Leaves,
-        solver: Solver,
-        callback: Callback | None,
-        backward: BackwardStats,
-    ) -> Iterated:
-        return self._implicit(fn, z0, solver).run(fn, z0, solver, callback, backward)
+    def run(self, fn: Map, z0: Leaves, solver: Solver, callback: Callback) -> Iterated:
+        return self._implicit(fn, z0, solver).run(fn, z0, solver, callback)
 
     def _implicit(self, fn: Map, z0: Leaves, solver: Solver) -> Implicit:
         if not isinstance(solver, SplittingIteration) or not torch.is_grad_enabled():
@@ -279,8 +270,10 @@ class MonotoneDEQ(FeatureLayer, MapLayer):
             reason = f"{type(solver).__name__} on the layer's own map"
             return dataclasses.replace(found, value=value, choice=reason)
         splitting = self.split(solver, x, z0)
-        if chosen.get("callback") is not None:
-            chosen["callback"] = _reading(chosen["callback"], splitting.read)
+        callback = chosen.get("callback")
+        if callback is not None:
+            read = torch.no_grad()(splitting.read)  # the engine iterates u and shows z
+            chosen["callback"] = lambda step, u, norm: callback(step, read(u), norm)
         found = fixed_point(
             splitting, splitting.start, splitting.inputs, solver=solver.iteration, **chosen
         )
@@ -328,15 +321,3 @@ def _tiers(channels: object, kernel_size: int | None) -> tuple[int, ...]:
             "kernel_size, an odd number such as 3."
         )
     return found
-
-
-def _reading(
-    callback: Callable[[int, Any, Tensor], None], read: Callable[[Any], Any]
-) -> Callable[[int, Any, Tensor], None]:
-    """A callback that is shown z where the engine iterates u."""
-
-    def shown(step: int, u: Any, residual: Tensor) -> None:
-        with torch.no_grad():
-            callback(step, read(u), residual)
-
-    return shown

@@ -21,8 +21,6 @@ from equilibria.ops.pooling import average_pool
 from .deq import MonitoredMapLayer
 from .observing import report
 
-__all__ = ["BranchSolution", "MultiBranch"]
-
 Pixels = int | tuple[int, int]
 
 

@@ -3,41 +3,79 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from equilibria.engine.result import Solution
 
-__all__ = ["Observed", "Penalties", "collect_penalties", "equilibrium_layers", "observe"]
-
-_OBSERVERS: ContextVar[tuple[Observed, ...]] = ContextVar("equilibria_observers", default=())
-_COLLECTORS: ContextVar[tuple[Penalties, ...]] = ContextVar("equilibria_penalties", default=())
+T = TypeVar("T")
 
 
-class Observed:
+class _Collected(Generic[T]):
+    """What layers show while a block runs: a list for each layer of ``names``, in order."""
+
+    def __init__(self, names: dict[nn.Module, str]) -> None:
+        self._names = names
+        self._found: dict[str, list[T]] = {}
+
+    def __len__(self) -> int:
+        return sum(len(found) for found in self._found.values())
+
+    def wants(self, layer: nn.Module) -> bool:
+        return layer in self._names
+
+    def add(self, layer: nn.Module, shown: T) -> None:
+        if self.wants(layer):
+            self._found.setdefault(self._names[layer], []).append(shown)
+
+    def clear(self) -> None:
+        self._found.clear()
+
+
+class Observed(_Collected[Solution[Any]]):
     """What was seen: ``solutions[name]`` lists the Solutions of the layer ``name``, in order.
 
     Values are detached; reading a number from them makes a GPU wait, keeping them does not.
     """
 
-    def __init__(self, names: dict[nn.Module, str]) -> None:
-        self._names = names
-        self.solutions: dict[str, list[Solution[Any]]] = {}
+    @property
+    def solutions(self) -> dict[str, list[Solution[Any]]]:
+        return self._found
 
-    def __len__(self) -> int:
-        return sum(len(found) for found in self.solutions.values())
 
-    def add(self, layer: nn.Module, solution: Solution[Any]) -> None:
-        name = self._names.get(layer)
-        if name is not None:
-            self.solutions.setdefault(name, []).append(solution)
+class Penalties(_Collected[Tensor]):
+    """``parts[name]`` lists jacobian_weight·mean ‖J‖²_F/n of the layer ``name``, call by call."""
 
-    def clear(self) -> None:
-        self.solutions.clear()
+    @property
+    def parts(self) -> dict[str, list[Tensor]]:
+        return self._found
+
+    def total(self) -> Tensor | float:
+        """The sum to add to the loss; 0.0 where no layer has a weight."""
+        found = [t for group in self.parts.values() for t in group]
+        return torch.stack(found).sum() if found else 0.0
+
+
+_ACTIVE: ContextVar[tuple[_Collected[Any], ...]] = ContextVar("equilibria_collectors", default=())
+Kind = TypeVar("Kind", bound=_Collected[Any])
+
+
+@contextmanager
+def _collecting(found: Kind) -> Iterator[Kind]:
+    token = _ACTIVE.set((*_ACTIVE.get(), found))
+    try:
+        yield found
+    finally:
+        _ACTIVE.reset(token)
+
+
+def collectors(layer: nn.Module, kind: type[Kind]) -> list[Kind]:
+    """Who wants this of the layer, here and now."""
+    return [c for c in _ACTIVE.get() if isinstance(c, kind) and c.wants(layer)]
 
 
 def equilibrium_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -59,8 +97,7 @@ def equilibrium_layers(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-@contextmanager
-def observe(model: nn.Module) -> Iterator[Observed]:
+def observe(model: nn.Module) -> AbstractContextManager[Observed]:
     """Collect the Solution of every equilibrium layer of ``model`` that runs inside the block.
 
         with eq.nn.observe(model) as seen:
@@ -69,46 +106,19 @@ def observe(model: nn.Module) -> Iterator[Observed]:
 
     Layers inside ``torch.compile`` are not seen: a compiled solve has no Solution to show.
     """
-    seen = Observed({layer: name for name, layer in equilibrium_layers(model).items()})
-    token = _OBSERVERS.set((*_OBSERVERS.get(), seen))
-    try:
-        yield seen
-    finally:
-        _OBSERVERS.reset(token)
+    layers = equilibrium_layers(model)
+    return _collecting(Observed({layer: name for name, layer in layers.items()}))
 
 
 def report(layer: nn.Module, solution: Solution[Any]) -> None:
     """Called by every layer after its solve."""
     if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
         return
-    for observer in _OBSERVERS.get():
+    for observer in collectors(layer, Observed):
         observer.add(layer, solution.detach())
 
 
-class Penalties:
-    """``parts[name]`` lists jacobian_weight·mean ‖J‖²_F/n of the layer ``name``, call by call."""
-
-    def __init__(self, names: dict[nn.Module, str]) -> None:
-        self._names = names
-        self.parts: dict[str, list[Tensor]] = {}
-
-    def __len__(self) -> int:
-        return sum(len(found) for found in self.parts.values())
-
-    def wants(self, layer: nn.Module) -> bool:
-        return layer in self._names
-
-    def add(self, layer: nn.Module, penalty: Tensor) -> None:
-        self.parts.setdefault(self._names[layer], []).append(penalty)
-
-    def total(self) -> Tensor | float:
-        """The sum to add to the loss; 0.0 where no layer has a weight."""
-        found = [t for group in self.parts.values() for t in group]
-        return torch.stack(found).sum() if found else 0.0
-
-
-@contextmanager
-def collect_penalties(model: nn.Module) -> Iterator[Penalties]:
+def collect_penalties(model: nn.Module) -> AbstractContextManager[Penalties]:
     """Σ over layers of jacobian_weight·mean_b ‖J(z*_b)‖²_F/n, for the solves inside the block.
 
         with eq.nn.collect_penalties(model) as found:
@@ -119,16 +129,4 @@ def collect_penalties(model: nn.Module) -> Iterator[Penalties]:
     solve (the same dropout masks, the same statistics). Layers inside ``torch.compile`` are left
     out: the penalty needs the autograd graph.
     """
-    found = Penalties({module: name for name, module in model.named_modules()})
-    token = _COLLECTORS.set((*_COLLECTORS.get(), found))
-    try:
-        yield found
-    finally:
-        _COLLECTORS.reset(token)
-
-
-def collectors(layer: nn.Module) -> list[Penalties]:
-    """Who wants the penalty of this layer."""
-    if torch.compiler.is_compiling():
-        return []
-    return [found for found in _COLLECTORS.get() if found.wants(layer)]
+    return _collecting(Penalties({module: name for name, module in model.named_modules()}))

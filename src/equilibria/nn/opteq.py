@@ -15,8 +15,6 @@ from equilibria.problems.operators import TransposedOperator
 from .inputs import lowered
 from .layer import LayerOptions, WeightedLayer, weight_operator
 
-__all__ = ["OptEq"]
-
 
 class OptEq(WeightedLayer):
     """z = (1/ν)Wᵀσ(Wz + Ux + b) (Eq 3, Theorem 1), or ζ = σ((1/ν)WWᵀζ + Ux + b): one layer.

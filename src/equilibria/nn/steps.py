@@ -22,8 +22,6 @@ from .envelope import Envelope
 from .geq import GEQ
 from .layer import EquilibriumLayer
 
-__all__ = ["calibrate_steps", "frozen_copy", "set_steps"]
-
 Model = TypeVar("Model", bound=nn.Module)
 TAUS = tuple(round(0.5 + 0.04 * i, 2) for i in range(26))
 """0.5 to 1.5; τ = 1 is the layer's own map."""

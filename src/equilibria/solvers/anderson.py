@@ -45,6 +45,18 @@ class AndersonState:
             self.views[slot] = (self.gram[:, slot, :used], self.gram[:, :used, slot])
         return self.views[slot]
 
+    def take(self, index: Tensor) -> AndersonState:
+        """The state of some samples only."""
+        return replace(
+            self,
+            residuals=self.residuals.take(index),
+            candidates=self.candidates.take(index),
+            gram=self.gram.index_select(0, index),
+            ones=self.ones.index_select(0, index),
+            inverse=None if self.inverse is None else self.inverse.index_select(0, index),
+            views={},
+        )
+
 
 @options
 class Anderson(Solver):
@@ -194,17 +206,6 @@ class Anderson(Solver):
         gram = torch.where(stalled, eye, state.gram)
         ones = torch.where(stalled, 0.0, state.ones)
         return replace(state, gram=gram, ones=ones, restarted=True, views={})
-
-    def take(self, state: AndersonState, index: Tensor) -> AndersonState:
-        return replace(
-            state,
-            residuals=state.residuals.take(index),
-            candidates=state.candidates.take(index),
-            gram=state.gram.index_select(0, index),
-            ones=state.ones.index_select(0, index),
-            inverse=None if state.inverse is None else state.inverse.index_select(0, index),
-            views={},
-        )
 
 
 def _balanced(gram: Tensor, ones: Tensor) -> Tensor:

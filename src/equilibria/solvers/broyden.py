@@ -71,7 +71,7 @@ class Broyden(Solver):
         )
 
     def init(self, z: Leaves) -> BroydenState:
-        none = torch.zeros(0, device=z[0].device)
+        none = torch.zeros(len(z[0]), device=z[0].device)
         u, v = History(z, self.memory), History(z, self.memory)
         return BroydenState(u, v, None, [], [], none)
 
@@ -157,16 +157,3 @@ class Broyden(Solver):
         fresh = stalled if state.fresh is None else stalled | state.fresh
         valid = state.marks(state.valid) * ~stalled.view(-1, 1, 1)
         return replace(state, valid=valid, fresh=fresh)
-
-    def take(self, state: BroydenState, index: Tensor) -> BroydenState:
-        if not state.s:
-            return state
-        return BroydenState(
-            state.u.take(index),
-            state.v.take(index),
-            None if state.valid is None else state.valid.index_select(0, index),
-            [x.index_select(0, index) for x in state.s],
-            [x.index_select(0, index) for x in state.g],
-            state.norm.index_select(0, index),
-            None if state.fresh is None else state.fresh.index_select(0, index),
-        )

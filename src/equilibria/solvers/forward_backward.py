@@ -24,17 +24,6 @@ from equilibria.engine.solver import Bounds, Choice, Point, Solver
 from equilibria.engine.transforms import functorch_active
 from equilibria.engine.tree import Leaves, accumulation_dtype, map_tensors
 
-__all__ = [
-    "ForwardBackward",
-    "Inclusion",
-    "Splitting",
-    "SplittingIteration",
-    "SplittingSolver",
-    "blend",
-    "forward_backward_factor",
-    "proximal_slack",
-]
-
 
 class Inclusion(Protocol):
     """0 ∈ (I − W)z − c + ∂f(z); states are tensors [B, ...] or tuples of them."""
@@ -112,7 +101,7 @@ class SplittingIteration(Solver):
 
 
 @options
-class SplittingSolver(Solver):
+class SplittingSolver(SplittingIteration):
     """A solver that makes its own map from a monotone inclusion; iterated as u ← S(u).
 
     The transposed Jacobian of S is the transposed splitting, with the same contraction factor. So
@@ -124,7 +113,7 @@ class SplittingSolver(Solver):
     iteration: SplittingIteration = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        Solver.__post_init__(self)
+        SplittingIteration.__post_init__(self)
         check_number(self, "alpha", low=0.0, low_open=True, optional=True)
         shared = {field.name: getattr(self, field.name) for field in dataclasses.fields(Solver)}
         # Made here, not in a solve: torch.compile traces the use of options, not their making.
@@ -147,12 +136,6 @@ class SplittingSolver(Solver):
             f"{type(self).__name__} needs a monotone layer (MonotoneDEQ), whose W and prior it "
             f"splits, and was given {what}; use {instead} here."
         )
-
-    def init(self, z: Leaves) -> None:
-        return None
-
-    def step(self, point: Point, state: None) -> tuple[Leaves, None]:
-        return point.f, None
 
 
 def proximal_slack(tau: float | Tensor) -> float | Tensor:

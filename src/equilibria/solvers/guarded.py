@@ -10,7 +10,7 @@ from torch import Tensor
 
 from equilibria.engine.options import options
 from equilibria.engine.solver import Point
-from equilibria.engine.tree import Leaves, sample_norm, select_samples, where_sample, without_graph
+from equilibria.engine.tree import Leaves, sample_norm, where_sample, without_graph
 
 from .anderson import Anderson, AndersonState
 
@@ -75,9 +75,3 @@ class Guarded(Anderson):
 
     def restart(self, state: Any, stalled: Tensor) -> Any:
         return replace(state, inner=Anderson.restart(self, state.inner, stalled))
-
-    def take(self, state: Any, index: Tensor) -> Any:
-        image = None if state.image is None else select_samples(state.image, index)
-        kept = (state.scale, state.mark, state.least, state.plain)
-        rest = (t.index_select(0, index) for t in kept)
-        return GuardedState(Anderson.take(self, state.inner, index), image, *rest)

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
-from equilibria.engine.iterate import Iterated, in_state_dtype, spread
-from equilibria.engine.krylov import GMRES, LinearSolver
+from equilibria.engine.iterate import in_state_dtype
+from equilibria.engine.krylov import GMRES, RTOL, LinearSolver
 from equilibria.engine.maps import Map
 from equilibria.engine.options import check_number, options
-from equilibria.engine.result import Result
+from equilibria.engine.result import Iterated, Result
 from equilibria.engine.spectral import pull
 from equilibria.engine.tree import (
     Leaves,
@@ -19,6 +20,7 @@ from equilibria.engine.tree import (
     add,
     join_samples,
     keep_samples,
+    per_sample,
     power_of_two,
     repeat_samples,
     sample_dot,
@@ -28,7 +30,6 @@ from equilibria.engine.tree import (
     where_sample,
 )
 
-_RTOL = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 _ACCEPT = 1e-4
 """The part of the predicted decrease that a step must reach to be taken."""
 _FALL = 0.99
@@ -79,7 +80,7 @@ class NewtonKrylov:
             raise TypeError(f"NewtonKrylov(linear={given!r}): expected GMRES(...) or CG(...).")
 
     def relative_tolerance(self, dtype: torch.dtype) -> float:
-        return _RTOL[dtype] if self.rtol is None else self.rtol
+        return RTOL[dtype] if self.rtol is None else self.rtol
 
     def solve(self, fn: Map, z0: Leaves) -> tuple[Iterated, Tensor]:
         """Solve f(z) = 0, each sample by itself; and about ‖J‖ at the answer, [B].
@@ -96,7 +97,7 @@ class NewtonKrylov:
             spent, waited = done.evaluations, done.syncs
         joined, norm = _Run(fn.joined(), join_samples(z0, size), self).solve()
         joined.evaluations, joined.syncs = joined.evaluations + spent, joined.syncs + waited
-        return spread(joined, size), repeat_samples(norm, size)
+        return joined.spread(size), repeat_samples(norm, size)
 
 
 class Linearized:
@@ -147,15 +148,11 @@ class _Model:
 
     def where(self, mask: Tensor, other: _Model) -> _Model:
         """Its rows where mask, else the other's."""
-        return _Model(
-            where_sample(mask, self.f, other.f),
-            torch.where(mask, self.norm, other.norm),
-            where_sample(mask, self.newton, other.newton),
-            torch.where(mask, self.left, other.left),
-            where_sample(mask, self.gradient, other.gradient),
-            where_sample(mask, self.image, other.image),
-            torch.where(mask, self.cauchy, other.cauchy),
-        )
+
+        def rows(a: Tensor, b: Tensor) -> Tensor:
+            return torch.where(per_sample(mask, a), a, b)
+
+        return _Model(**pytree.tree_map(rows, vars(self), vars(other)))
 
     def dogleg(self, radius: Tensor) -> tuple[Leaves, Tensor, Tensor]:
         """The step p with ‖p‖ ≤ radius, ‖p‖, and a bound on ‖f + Jp‖."""

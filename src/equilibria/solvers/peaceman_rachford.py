@@ -13,8 +13,6 @@ from equilibria.engine.tree import map_tensors
 
 from .forward_backward import Inclusion, Splitting, SplittingSolver, blend
 
-__all__ = ["PeacemanRachford", "peaceman_rachford_factor"]
-
 
 def peaceman_rachford_factor(m: float, upper: float, alpha: float) -> float:
     """√(1 − 4αm/(1 + 2αm + α²L²)) ≥ the Lipschitz constant of the step.

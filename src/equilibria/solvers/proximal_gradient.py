@@ -80,10 +80,6 @@ class ProximalGradient(Solver):
     def restart(self, state: MomentumState, stalled: Tensor) -> MomentumState:
         return MomentumState(state.last, torch.where(stalled, 1.0, state.t))
 
-    def take(self, state: MomentumState, index: Tensor) -> MomentumState:
-        last = None if state.last is None else [x.index_select(0, index) for x in state.last]
-        return MomentumState(last, state.t.index_select(0, index))
-
 
 def proximal_step(
     modulus: float | Tensor, smoothness: float | Tensor, *, accelerate: bool
