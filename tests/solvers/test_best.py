@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
@@ -10,9 +9,18 @@ import torch
 from torch import Tensor
 
 import equilibria as eq
-from equilibria import Anderson, BestIterate, Broyden, Picard, Result
+from equilibria import (
+    Anderson,
+    BestIterate,
+    Broyden,
+    ConvergenceWarning,
+    Picard,
+    ProximalGradient,
+    Result,
+)
 from equilibria.engine.solver import Solver
 from tests.contracts import problems
+from tests.contracts.problems import quietly
 from tests.contracts.solver_contract import (
     SolverContract,
     assert_same,
@@ -127,8 +135,20 @@ def test_the_residual_stated_is_that_of_the_problems_own_map(fixed: bool) -> Non
     problem = eq.Problem(eq.NonNegative(), eq.Linear(weight, c))
     rtol = 0.0 if fixed else None
     solver = BestIterate(eq.ProximalGradient(max_steps=7, tau=0.05, rtol=rtol))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", eq.ConvergenceWarning)
+    with quietly():
         sol = eq.minimize(problem, solver=solver)
     image = torch.relu(sol.value @ weight.T @ weight + c)
     torch.testing.assert_close(sol.stats.residual, (image - sol.value).norm(dim=1))
+
+
+@pytest.mark.parametrize("inner", [Anderson(), Picard(), Broyden(), ProximalGradient()])
+def test_the_inner_solver_answers_for_itself(inner: Solver) -> None:
+    wrapped = BestIterate(inner)
+    for name in ("stride", "fall", "accelerated", "joins"):
+        assert getattr(wrapped, name) == getattr(inner, name)
+
+
+def test_no_solver_is_recommended_to_itself() -> None:
+    with pytest.warns(ConvergenceWarning) as told:
+        solve(problems.linear(3, 4, 0.99), BestIterate(Anderson(max_steps=2)))
+    assert "use Anderson" not in str(told[0].message)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from equilibria.engine.solver import Bounds, Choice, Point, Reached, Solver, SolverOptions
-from equilibria.engine.tree import Leaves, sample_norm, select_samples, where_sample
+from equilibria.engine.tree import Leaves, sample_norm, take_samples, where_sample
 
 
 @dataclass
@@ -47,10 +47,15 @@ class BestIterate(Solver):
     def __repr__(self) -> str:
         return f"BestIterate({self.inner!r})"
 
-    @property
-    def stride(self) -> float | None:
-        stride: float | None = self.inner.stride
-        return stride
+    # What the driver asks of a solver is the inner one's to say.
+    stride = property(lambda self: self.inner.stride)
+    fall = property(lambda self: self.inner.fall)
+    accelerated = property(lambda self: self.inner.accelerated)
+    joins = property(lambda self: self.inner.joins)
+
+    def doubts(self, point: Point, state: BestState) -> Tensor | None:
+        doubts: Tensor | None = self.inner.doubts(point, state.inner)
+        return doubts
 
     def for_map(self) -> Solver:
         return BestIterate(self.inner.for_map())
@@ -84,9 +89,4 @@ class BestIterate(Solver):
         return replace(state, inner=self.inner.restart(state.inner, stalled))
 
     def take(self, state: BestState, index: Tensor) -> BestState:
-        best = state.best
-        if best is not None:
-            z, *norms = best
-            least, size = select_samples(norms, index)
-            best = select_samples(z, index), least, size
-        return BestState(self.inner.take(state.inner, index), best)
+        return BestState(self.inner.take(state.inner, index), take_samples(state.best, index))
