@@ -83,9 +83,8 @@ class PeerGEQ(nn.Module):
         weight: Any = layer.W.weight
         w_h: Any = layer.hidden_weight()
         c = layer.U(x)
-        with torch.no_grad():
-            energies = (patch_rows(c, *cut) @ w_h).square().sum(-1)
-            gamma = layer.gamma(energies.flatten(1)).view(-1, 1, 1, 1, 1)
+        energies = (patch_rows(c, *cut) @ w_h).square().sum(-1)
+        gamma = layer.gamma(energies.flatten(1)).view(-1, 1, 1, 1, 1)
 
         def step(z: Tensor) -> Tensor:
             self.evaluations += 1
@@ -103,7 +102,7 @@ class PeerGEQ(nn.Module):
 
 
 class PeerBranches(nn.Module):
-    """The branches one after the other, pooled and averaged as in ``branches``."""
+    """The branches one after the other, connected, pooled and averaged as in ``branches``."""
 
     def __init__(self, branches: eq.nn.MultiBranch, peer: Peer) -> None:
         super().__init__()
@@ -111,8 +110,8 @@ class PeerBranches(nn.Module):
         self.layers = nn.ModuleList(PeerGEQ(layer, peer) for layer in branches.branches)
 
     def forward(self, x: Tensor) -> Tensor:
-        parts = zip(self.layers, self.plan.split(x), strict=True)
-        return self.plan.merge([layer(part) for layer, part in parts])
+        outputs = self.plan._walk(self.plan.split(x), lambda i, seen: self.layers[i](seen))
+        return self.plan._average(outputs)
 
 
 def through_torchdeq(model: nn.Module, peer: Peer) -> nn.Module:

@@ -1,4 +1,4 @@
-"""The six-branch GEQ as a peer would write it: plain PyTorch, all branches as one in torchdeq."""
+"""The six-branch GEQ as a peer would write it: plain PyTorch, each branch solved by torchdeq."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ class PeerMap:
         self.cs, self.p = layer.patch.channels, layer.patch.size
         self.weight, self.hidden = layer.W.weight, layer.hidden_weight()
         self.c = layer.U(x)
-        with torch.no_grad():
-            h = self._rows(self.c) @ self.hidden.to(self.c.dtype)
-            self.gamma = 0.2 / h.float().square().sum(-1).mean(1)
+        h = self._rows(self.c) @ self.hidden.to(self.c.dtype)
+        self.gamma = layer.gamma(h.float().square().sum(-1))
         self.pixels = x.shape[2:]
         self.channels = layer.channels
 
@@ -51,7 +50,7 @@ class PeerMap:
 
 
 class PeerBranches(nn.Module):
-    """The network of ``model`` (geq_cifar_*), its six branches solved as one by torchdeq."""
+    """The network of ``model`` (geq_cifar_*), with its connections, its branches by torchdeq."""
 
     def __init__(self, model: Any, deq: Any) -> None:
         super().__init__()
@@ -60,17 +59,16 @@ class PeerBranches(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         whole = self.model.branches
-        inputs = whole.split(self.model.stem(x))
-        maps = [PeerMap(layer, u) for layer, u in zip(whole.branches, inputs, strict=True)]
+        self.states = []
 
-        def step(*states: Tensor) -> tuple[Tensor, ...]:
-            return tuple(f(z) for f, z in zip(maps, states, strict=True))
+        def answer(i: int, seen: Tensor) -> Tensor:
+            step = PeerMap(whole.branches[i], seen)
+            z: Tensor = self.deq(step, step.start(seen))[0][-1]
+            self.states.append(z.detach())
+            return z
 
-        start = tuple(f.start(u) for f, u in zip(maps, inputs, strict=True))
-        found, _info = self.deq(step, start)
-        states = list(found[-1])
-        self.states = [z.detach() for z in states]
-        out: Tensor = self.model.head(self.model.fusion(whole.merge(states)))
+        outputs = whole._walk(whole.split(self.model.stem(x)), answer)
+        out: Tensor = self.model.head(self.model.fusion(whole._average(outputs)))
         return out
 
 
