@@ -5,11 +5,13 @@
 Float32. "gflop" is what torch's counter finds in one forward pass; "gflop_per_second" the rate of
 one 3 × 3 convolution of each stage's shape on one thread, the best of twenty; "bound_ms" the one
 over the other, for one and two threads. Times are those of the forward pass: CPU time on one
-thread, and wall time on two (least and median). Writes one_image.json.
+thread, and wall time on two (least and median). "frozen" is nn.frozen_copy in channels-last with
+so many steps a layer, on two threads. Writes one_image.json.
 """
 
 from __future__ import annotations
 
+import copy
 import os
 import statistics
 import time
@@ -54,7 +56,14 @@ def main() -> None:
         rates.append(round(2 * 9 * (width * side) ** 2 / least / 1e6, 1))
     one = timed(lambda: model(x), time.thread_time, 9)
     torch.set_num_threads(2)
-    two = timed(lambda: model(x), time.perf_counter, 3)
+    two = timed(lambda: model(x), time.perf_counter, 9)
+    frozen = {}
+    last = x.contiguous(memory_format=torch.channels_last)
+    for steps in (4, 2, 1):
+        few = eq.nn.frozen_copy(eq.nn.set_steps(copy.deepcopy(model), steps))
+        few.to(memory_format=torch.channels_last)
+        times = timed(lambda few=few: few(last), time.perf_counter, 30)[5:]  # type: ignore[misc]
+        frozen[f"{steps} steps"] = [round(min(times)), round(statistics.median(times))]
     bound = gflop / statistics.mean(rates) * 1e3
     save(
         "one_image",
@@ -64,6 +73,7 @@ def main() -> None:
         bound_ms=[round(bound), round(bound / 2)],
         one_thread_cpu_ms=[round(min(one)), round(statistics.median(one))],
         two_threads_wall_ms=[round(min(two)), round(statistics.median(two))],
+        frozen_two_threads_wall_ms=frozen,
         load_average=os.getloadavg()[0],
     )
 
