@@ -13,6 +13,7 @@ from torch import Tensor
 import equilibria as eq
 from equilibria.certify import Guarantee
 from equilibria.problems import Curvature, LinearOperator, Prior, Regularizer
+from equilibria.problems.kernels import ImageCoupling
 from equilibria.problems.norms import UNIT, sum_error
 from tests.problems.test_operators import randn
 from tests.problems.test_problem import Quadratic
@@ -178,6 +179,29 @@ def test_what_a_kernel_does_not_state_is_not_claimed() -> None:
     # Not convex and with an unknown change of the Hessian: nothing is proven near z either.
     bent = eq.Problem(eq.NonNegative(), Quadratic(Diagonal(D - 1.0), c))
     assert eq.certify(bent, z=torch.zeros_like(c)).kind is Guarantee.none
+
+
+class Misfit(ImageCoupling):
+    """q(z) = ½‖Wz − c‖², stated without its rounding."""
+
+    def value(self, z: Tensor) -> Tensor:
+        return 0.5 * (self.operator(z) - self.c).square().sum(1)
+
+    def grad(self, z: Tensor) -> Tensor:
+        return self.operator.adjoint(self.operator(z) - self.c)
+
+    def hvp(self, z: Tensor, v: Tensor) -> Tensor:
+        return self.operator.adjoint(self.operator(v))
+
+    def curvature(self) -> Curvature:
+        return Curvature(0.0, self.norm_upper() ** 2, True, "every z")
+
+
+def test_a_kernel_of_images_need_not_state_its_rounding() -> None:
+    c = randn(5, 4)
+    found = certified(eq.Problem(eq.Free(), Misfit(Diagonal(D), c)), D * c / (1 + D**2))
+    assert found.unique
+    assert not found.rigorous
 
 
 @pytest.mark.parametrize("kind", [Diagonal, Silent])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from equilibria.engine.tree import (
     sample_norm,
     scale_samples,
     select_samples,
+    take_samples,
     where_sample,
 )
 from tests.contracts.problems import randn
@@ -187,3 +189,31 @@ def test_half_precision_products_are_summed_and_given_in_float32(
         assert found.dtype == torch.float32
         np.testing.assert_allclose(found[:, 0], (rows(x) ** 2).sum(1), rtol=1e-5)
         assert ring.combine(torch.ones(3, 1))[0].dtype == dtype
+
+
+@dataclass(frozen=True)
+class Momentum:
+    """What a user's solver may keep: also a field that ``__init__`` does not take."""
+
+    last: list[Tensor]
+    inner: Any
+    norm: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "norm", sample_norm(self.last))
+
+
+def test_samples_are_taken_from_any_state_of_a_solver() -> None:
+    z, index = randn(5, 3, seed=1), torch.tensor([3, 0])
+    history = History([z], 2)
+    history.write(0, [z])
+    solvers = (eq.Anderson(), eq.BestIterate(eq.PeacemanRachford()))
+    state = {"of": Momentum([z], (history, None, 7)), "by": solvers}
+    found = take_samples(state, index)
+    assert torch.equal(found["of"].last[0], z[index])
+    assert torch.equal(found["of"].norm, state["of"].norm[index])
+    taken, *rest = found["of"].inner
+    assert torch.equal(taken.dot([z[index]])[:, 0], sample_dot([z[index]], [z[index]]))
+    assert rest == [None, 7]
+    assert found["by"] == solvers  # whose method ``take`` is not one of a state
+    assert torch.equal(state["of"].last[0], z)

@@ -63,6 +63,19 @@ def test_observers_nest_and_end_with_an_error() -> None:
     assert len(inner) == 0
 
 
+def test_blocks_may_end_in_any_order() -> None:
+    torch.manual_seed(0)
+    model, x = DEQ(TanhBlock(), start=(5,), jacobian_weight=0.5), torch.randn(2, 4)
+    observer, collector = eq.nn.observe(model), collect_penalties(model)
+    seen, found = observer.__enter__(), collector.__enter__()
+    observer.__exit__(None, None, None)
+    model(x)
+    collector.__exit__(None, None, None)
+    model(x)
+    assert len(seen) == 0
+    assert len(found) == 1
+
+
 @pytest.mark.slow
 def test_a_compiled_model_runs_under_an_observer() -> None:
     torch._dynamo.reset()

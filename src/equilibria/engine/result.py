@@ -218,11 +218,15 @@ def warn_user(message: str, kind: type[Warning] = ConvergenceWarning) -> None:
 
 
 def report_failures(
-    counts: dict[Result, int], *about: Any, raise_with: Solution[Any] | None = None
+    counts: dict[Result, int],
+    what: str,
+    options: object,
+    dtype: torch.dtype,
+    *,
+    raise_with: Solution[Any] | None = None,
 ) -> None:
-    """Warn at the user's line, or raise, if samples did not converge; ``about``: what
-    ``describe_failures`` is told besides."""
-    message = describe_failures(counts, *about)
+    """Warn at the user's line, or raise, if samples did not converge."""
+    message = describe_failures(counts, what, options, dtype)
     if message is None:
         return
     if raise_with is not None:

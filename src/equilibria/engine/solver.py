@@ -173,7 +173,7 @@ class Solver(SolverOptions):
     @abstractmethod
     def init(self, z: Leaves) -> Any:
         """The solver's state before the first step: tensors with the batch in dim 0, in a tree or a
-        dataclass (``take``)."""
+        dataclass (``take_samples``)."""
 
     @abstractmethod
     def step(self, point: Point, state: Any) -> tuple[Leaves, Any]:

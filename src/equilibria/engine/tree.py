@@ -6,6 +6,7 @@ Leaves are never concatenated. Where one must be a matrix [B, N] it is *viewed* 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -249,18 +250,23 @@ def map_tensors(fn: Callable[[Tensor], Tensor], tree: Any) -> Any:
 
 def take_samples(state: Any, index: Tensor) -> Any:
     """Some samples of a solver's state: of tensors with the batch in dim 0 and of histories, in
-    trees and dataclasses (by their own ``take`` if they have one); the rest stays as it is."""
+    trees and dataclasses (by their own ``take_samples`` if they have one); the rest stays as it
+    is."""
 
     def taken(part: Any) -> Any:
         if isinstance(part, Tensor):
             return select_samples([part], index)[0]
-        is_state = dataclasses.is_dataclass(part) and not isinstance(part, type)
-        if isinstance(part, History) or (is_state and hasattr(part, "take")):
+        if isinstance(part, History):
             return part.take(index)
-        if is_state:
-            held = {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
-            return dataclasses.replace(part, **take_samples(held, index))
-        return part
+        if not dataclasses.is_dataclass(part) or isinstance(part, type):
+            return part
+        if hasattr(part, "take_samples"):
+            return part.take_samples(index)
+        twin = copy.copy(part)  # not made anew: its fields need not be those of its __init__
+        for field in dataclasses.fields(part):
+            kept = take_samples(getattr(part, field.name), index)
+            object.__setattr__(twin, field.name, kept)
+        return twin
 
     return pytree.tree_map(taken, state)
 

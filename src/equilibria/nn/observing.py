@@ -66,11 +66,11 @@ Kind = TypeVar("Kind", bound=_Collected[Any])
 
 @contextmanager
 def _collecting(found: Kind) -> Iterator[Kind]:
-    token = _ACTIVE.set((*_ACTIVE.get(), found))
+    _ACTIVE.set((*_ACTIVE.get(), found))
     try:
         yield found
-    finally:
-        _ACTIVE.reset(token)
+    finally:  # of this one alone: blocks may end in another order than they began
+        _ACTIVE.set(tuple(c for c in _ACTIVE.get() if c is not found))
 
 
 def collectors(layer: nn.Module, kind: type[Kind]) -> list[Kind]:

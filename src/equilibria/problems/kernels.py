@@ -250,9 +250,9 @@ class ImageCoupling(Coupling):
         magnitude = self.operator.magnitude()
         return None if magnitude is None else self._rounding(z, *magnitude)
 
-    @abstractmethod
-    def _rounding(self, z: Tensor, size: LinearOperator, terms: int) -> Tensor:
+    def _rounding(self, z: Tensor, size: LinearOperator, terms: int) -> Tensor | None:
         """``rounding_error`` for W of the magnitude |W| = ``size``, so many terms in a sum."""
+        return None
 
 
 class _WithLinearTerm(Coupling):

@@ -45,7 +45,7 @@ class AndersonState:
             self.views[slot] = (self.gram[:, slot, :used], self.gram[:, :used, slot])
         return self.views[slot]
 
-    def take(self, index: Tensor) -> AndersonState:
+    def take_samples(self, index: Tensor) -> AndersonState:
         """The state of some samples only."""
         return replace(
             self,
