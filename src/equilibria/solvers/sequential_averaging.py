@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+from torch import Tensor
 
 from equilibria.engine.options import check_number, options
 from equilibria.engine.solver import Point, Solver
 from equilibria.engine.tree import Leaves
+
+
+@runtime_checkable
+class HasGradient(Protocol):
+    """What is asked of a regularizer R: its gradient. ``problems.Regularizer`` has it."""
+
+    def grad(self, z: Tensor) -> Tensor:
+        """∂R(z), shaped as z [B, ...]."""
 
 
 @options
@@ -28,9 +38,8 @@ class SequentialAveraging(Solver):
     """0 with ``atol=0``: exactly ``max_steps`` steps."""
     max_steps: int = 20
     """K; the paper takes 20 on CIFAR-10 and 5 on ImageNet."""
-    regularizer: Any = None
-    """R, anything with ``grad(z)``, which is ∂R(z) shaped as z [B, ...], such as
-    ``problems.Regularizer``; None is ½‖z‖², which finds the fixed point of least norm."""
+    regularizer: HasGradient | None = None
+    """R, anything with ``grad(z)``; None is ½‖z‖², which finds the fixed point of least norm."""
     lipschitz: float | None = None
     """L_z; None takes it from ``regularizer.curvature()`` (1 for ½‖z‖²)."""
     rho: float = 0.3
@@ -49,7 +58,7 @@ class SequentialAveraging(Solver):
                 f"SequentialAveraging(rho={self.rho!r}, c={self.c!r}): Theorem 5 needs "
                 f"rho + 2c < 1, got {self.rho + 2.0 * self.c:g}. Lower rho or c; 0.3 and 0.3 do."
             )
-        if self.regularizer is not None and not hasattr(self.regularizer, "grad"):
+        if self.regularizer is not None and not isinstance(self.regularizer, HasGradient):
             raise TypeError(
                 f"SequentialAveraging(regularizer={self.regularizer!r}): expected a regularizer "
                 "such as SquaredNorm(), an object with grad(z), or None for ½‖z‖²."
