@@ -50,6 +50,18 @@ def test_the_attack_stays_above_what_is_proven(
     assert held == attacked_accuracy(model, data, radius, **how)
 
 
+def test_without_a_certificate_no_attacked_image_is_kept(
+    model: nn.Module, data: ImageData, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large data set would fill the device; here there is no image to keep."""
+
+    def lost(model: Any, data: Any, pixels: Any, y: torch.Tensor, *_: Any) -> Any:
+        return None, torch.zeros_like(y, dtype=torch.bool)
+
+    monkeypatch.setitem(attacked_accuracy.__globals__, "_attack", lost)
+    assert attacked_accuracy(model, data, 0.1) == 0.0
+
+
 def test_an_image_lost_inside_its_radius_is_an_error(
     found: CertifiedAccuracy, model: nn.Module, data: ImageData
 ) -> None:

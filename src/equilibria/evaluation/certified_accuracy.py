@@ -151,7 +151,8 @@ def attacked_accuracy(
             starts = (_within(n.to(pixels), radius, norm) * (i > 0) for i, n in enumerate(noises))
             point, holds = _attack(model, dataset, pixels, y, starts, radius, norm, steps)
             lost.append((~holds).nonzero()[:, 0].cpu() + seen)
-            points.append(point[~holds])
+            if certified is not None:  # many images do not fit on the device
+                points.append(point[~holds].cpu())
             seen += len(y)
             advance()
     found = torch.cat(lost)
@@ -168,7 +169,8 @@ def _check_certified(
     refuted, early, network = list[int](), 0, TrackedNetwork(model)
     for rows in torch.arange(len(lost)).split(64):
         index = lost[rows]
-        both = (dataset.images[index].to(point) / 255.0, point[rows])
+        near = point[rows].to(device_of(model))
+        both = (dataset.images[index].to(near) / 255.0, near)
         before, after = (model_input(model, dataset, t).double() for t in both)
         far = torch.linalg.vector_norm((after - before).flatten(1), float(certified.norm), 1)
         reach = certified.radius[index] / min(dataset.std) * certified.right[index]

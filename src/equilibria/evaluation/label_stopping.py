@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from equilibria.certify import LabelStopping
 
 from .layer_solvers import SolverStatistics
-from .metrics import ClassificationMeter, ClassificationMetrics
+from .metrics import ClassificationMeter, ClassificationMetrics, SegmentationMetrics
 from .model_on_data import evaluating
 from .rich_output import make_table, percent
 
@@ -107,7 +107,11 @@ class StoppedSubject:
         self.notes |= dict.fromkeys(found.notes)
 
     def compute(
-        self, full: str, metrics: Any, statistics: Mapping[str, SolverStatistics], seconds: float
+        self,
+        full: str,
+        metrics: ClassificationMetrics | SegmentationMetrics,
+        statistics: Mapping[str, SolverStatistics],
+        seconds: float,
     ) -> LabelStopped:
         """What was found, beside what the full solve gave."""
         proven, steps, right, same = (torch.cat(part) for part in zip(*self.kept, strict=True))

@@ -183,7 +183,7 @@ class ClassificationMeter(_Meter):
         super().__init__(classes)
         self.k = max(1, min(k, classes))
         self.bins = check_whole("bins", bins, 1)
-        self._sums: Any = 0.0
+        self._sums = torch.zeros(())
 
     def update(self, logits: Tensor, targets: Tensor) -> None:
         """logits [N, K] floating, targets [N] long of 0 … K − 1."""

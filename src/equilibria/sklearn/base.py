@@ -102,7 +102,6 @@ def build(
 @torch.no_grad()
 def _settle(network: nn.Module) -> None:
     """Converge the power iterations of all norm constraints on the present weights."""
-    held: Any
     for held in network.modules():
         if isinstance(held, parametrize.ParametrizationList):
             for step in held:
