@@ -85,6 +85,7 @@ class Options:
     seed: int
     clock: str
     only: tuple[tuple[int, int], ...] = ()
+    seconds: float | None = None
 
     @property
     def cells(self) -> list[tuple[int, int]]:
@@ -95,6 +96,8 @@ class Options:
     @property
     def budget(self) -> float:
         """Seconds for the timed rounds of one race."""
+        if self.seconds is not None:
+            return self.seconds
         if self.device.type == "cuda":
             return 0.4 if self.quick else 0.8
         return 0.5 if self.quick else 1.5
@@ -334,6 +337,7 @@ def main() -> None:
         help="only this size, such as 512x8192; may be given again",
     )
     parser.add_argument("--commit", help="recorded where git is not at hand")
+    parser.add_argument("--seconds", type=float, help="for the timed rounds of one race")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, help="CPU threads; torch's default if not given")
     parser.add_argument(
@@ -356,13 +360,14 @@ def main() -> None:
         torch.set_num_threads(args.threads)
     warnings.simplefilter("ignore")  # solves that are made not to converge say so
     only = tuple(_cell(parser, given) for given in args.cell)
-    options = Options(torch.device(kind), args.quick, args.seed, args.clock, only)
+    options = Options(torch.device(kind), args.quick, args.seed, args.clock, only, args.seconds)
     eq = find_equilibria()
     peer, version = find_torchdeq(args.torchdeq)
     command = f"python benchmarks/solvers.py --device {kind} --seed {args.seed}"
     command += "" if args.threads is None else f" --threads {args.threads}"
     command += "" if args.clock == "wall" else f" --clock {args.clock}"
     command += " --quick" if args.quick else ""
+    command += "" if args.seconds is None else f" --seconds {args.seconds:g}"
     command += "".join(f" --cell {given}" for given in args.cell)
     meta = describe_run(
         command, args.seed, options.device, equilibria=eq.__version__, torchdeq=version

@@ -22,7 +22,7 @@ IDS = (
     *("opteq-table9", "opteq-table10"),
     *("thesis-figure4.1", "thesis-figure4.2", "thesis-figure4.3", "thesis-figure4.4"),
     "thesis-figure4.5",
-    *("ours-ablation", "ours-stack"),
+    *("ours-ablation", "ours-kernels", "ours-stack"),
 )
 
 # The numbers of the papers, a row after another, each from left to right. Table 5 of OptEq has a

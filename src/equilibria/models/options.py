@@ -108,6 +108,7 @@ OPTIONS: dict[str, Option] = {
     ),
     "bias": _flag("whether Ux has a bias"),
     "dropout": _number("probability that a channel is left out in training", *_SHARE),
+    "form": _choice("whether OptEq has its state in z or in the space of Wz", "state", "hidden"),
     "jacobian_weight": _number("weight of the Jacobian penalty", *_SHARE),
     "learn_alpha": _flag("make each α a parameter"),
     "m": _number("modulus of strong monotonicity", *_POSITIVE),

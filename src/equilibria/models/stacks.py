@@ -93,8 +93,8 @@ def _geq(before: int, after: int, **options: Any) -> nn.Module:
 
 
 def _opteq(before: int, after: int, **options: Any) -> nn.Module:
-    """The linear kernel in the form whose state lies in the space of Wz, as the GEQ's c does."""
-    return OptEq(after, after, in_channels=before, kernel_size=3, form="hidden", **options)
+    """The linear kernel; ``form`` "hidden" has its state in the space of Wz, as the GEQ's c."""
+    return OptEq(after, after, in_channels=before, kernel_size=3, **options)
 
 
 class StackNet(Network):
@@ -176,7 +176,7 @@ def _family(
         return entry(f"{kind}{suffix}", build, text, options, revision=revision, **card)
 
     # Strongly convex below 1 only, where the Gaussian kernel goes to 1.4969.
-    bounded = {**shared, "constraint": NormBounded(bound=0.95), **linear}
+    bounded = {**shared, "constraint": NormBounded(bound=0.95), "form": "hidden", **linear}
     return (
         # Revision 0 had MeanPatchEnergy(detach=True).
         made("geq", _geq, f"{layers} in sequence, GEQ with skips", {**shared, **gaussian}, 2),

@@ -26,4 +26,8 @@ def _cells(name: str, tiny: dict[str, Any] | None = None) -> list[Cell]:
     return made
 
 
-CELLS = {"ours-ablation": _cells("ours-ablation"), "ours-stack": _cells("ours-stack", _TINY)}
+CELLS = {
+    "ours-ablation": _cells("ours-ablation"),
+    "ours-kernels": _cells("ours-kernels"),
+    "ours-stack": _cells("ours-stack", _TINY),
+}
