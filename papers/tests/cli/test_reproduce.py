@@ -29,6 +29,29 @@ def test_list_names_every_id(tmp_path: Path, cli: Cli) -> None:
     assert all(name in shown for name in names())
 
 
+def test_list_of_an_id_shows_the_numbers_of_its_longest_training(tmp_path: Path, cli: Cli) -> None:
+    def result(name: str, value: float, epochs: int) -> None:
+        sample = {"seed": 0, "value": value, "group": "?", "seconds": 1.0, "made_by": {}}
+        cell = {"row": "OptEq", "column": "accuracy in %", "samples": [sample]}
+        change = f"epochs={epochs}"
+        kept = {"cells": [cell], "overrides": {"epochs": epochs}, "change": change}
+        (tmp_path / f"{name}--{change}.json").write_text(json.dumps(kept), encoding="utf-8")
+
+    result("kerdeq-table3", 84.5, 30)
+    result("kerdeq-table3", 71.3, 10)
+    shown = cli.shown("list", "kerdeq-table3", "--out", tmp_path, "--data-root", tmp_path)
+    (row,) = [line for line in shown.splitlines() if "84.50 (earlier recipe)" in line]
+    assert [text.strip() for text in row.split("│")[1:-1]] == [
+        *("OptEq, accuracy", "90.56%", "84.50 (earlier recipe)", "30", "1")
+    ]
+    assert "71.3" not in shown
+    assert describe("kerdeq-table3").verdict in shown
+    (found,) = cli.json("list", "kerdeq-table3", "--out", tmp_path)
+    (number,) = found["numbers"]
+    assert (number["mean"], number["epochs"], number["outdated"]) == (84.5, 30, True)
+    assert number["published"]["value"] == 90.56
+
+
 def test_dry_run_prints_trainings_and_writes_nothing(
     tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -63,7 +86,8 @@ def refused(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> Callab
         (("geq-table1", "--seeds", "one"), "--seeds one"),
         (("geq-table1", "--set", "lrr=1"), "Did you mean 'lr'"),
         (("geq-table1", "--device", "cuda:99x"), "--device"),
-        (("geq-table1", "list"), "'list' stands alone; it was given with geq-table1"),
+        (("geq-table1", "list"), "'list' comes first, and once; given: geq-table1 list."),
+        (("list", "geq-tabel1"), "no experiment 'geq-tabel1'. Did you mean geq-table1"),
         (("geq-table1", "geq-table2", "--only", "GEQ 9M"), "none of these tables has a row"),
     ],
 )
@@ -131,7 +155,7 @@ def test_a_terminal_without_the_signs_gets_question_marks(
     out = io.TextIOWrapper(io.BytesIO(), encoding="ascii", write_through=True)
     monkeypatch.setattr(sys, "stdout", out)
     assert cli("list", "--out", tmp_path, "--data-root", tmp_path) == 0
-    assert b"cifar100 ?" in out.buffer.getvalue()  # type: ignore[attr-defined]
+    assert b"?: data not at hand" in out.buffer.getvalue()  # type: ignore[attr-defined]
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from equilibria.cli import (
     Device,
@@ -26,6 +27,7 @@ from equilibria.cli import (
 from .common import Json, whole_numbers
 
 _LIST = "list"
+_HELP = "Tables or figures; 'list' shows all of them, 'list ID' the numbers of one."
 _OUT = Path("results/reproduce")
 _OF_LIST = frozenset({"out", "data_root", "as_json"})
 _OF_TRAINING = frozenset({"parallel", "minutes", "device", "data_root", "dry_run"})
@@ -33,7 +35,7 @@ _OF_TRAINING = frozenset({"parallel", "minutes", "device", "data_root", "dry_run
 
 def reproduce(
     context: typer.Context,
-    names: Annotated[list[str], typer.Argument(metavar="ID", help="Tables or figures, or 'list'.")],
+    names: Annotated[list[str], typer.Argument(metavar="ID", help=_HELP)],
     smoke: Annotated[
         bool, typer.Option("--smoke", help="Tiny networks on the digits: a test, no result.")
     ] = False,
@@ -85,8 +87,8 @@ def reproduce(
     from equilibria_papers import tables
 
     _check_together(context, names, gather)
-    if names == [_LIST]:
-        _show_list(out, data_root, as_json)
+    if names[0] == _LIST:
+        _show_list(names[1:], out, data_root, as_json)
         return
     if device is not None:
         device_of(device)
@@ -136,9 +138,8 @@ def _check_together(context: typer.Context, names: list[str], gather: bool) -> N
         if parameter.name != "names" and source is not None and source.name == "COMMANDLINE":
             given[parameter.name] = parameter.opts[0]
     if _LIST in names:
-        if len(names) > 1:
-            others = " ".join(name for name in names if name != _LIST) or _LIST
-            raise fail(f"'list' stands alone; it was given with {others}.")
+        if names[0] != _LIST or names.count(_LIST) > 1:
+            raise fail(f"'list' comes first, and once; given: {' '.join(names)}.")
         idle = [flag for name, flag in given.items() if name not in _OF_LIST]
         if idle:
             said = f"it takes --out, --data-root and --json; leave out {', '.join(idle)}."
@@ -202,38 +203,81 @@ def _show_results(results: list[Any], out: Path, quiet: bool) -> None:
 
 def _listed(one: Any) -> dict[str, Any]:
     words = {name: getattr(one.experiment, name) for name in ("id", "paper", "title", "verdict")}
-    state = {name: getattr(one, name) for name in ("missing", "status", "measured")}
     more = {"gpu_minutes": one.experiment.minutes, "data": one.experiment.data}
-    return {**words, **more, **state, "cells": len(one.experiment.cells)}
+    numbers = [
+        {**longest.found.to_dict(), "epochs": longest.epochs, "outdated": longest.found.outdated}
+        for longest in one.longest
+    ]
+    state = {"missing": one.missing, "status": one.status, "measured": len(numbers)}
+    cells = {"cells": len(one.experiment.cells), "numbers": numbers}
+    return {**words, **more, **state, **cells}
 
 
-def _show_list(out: Path, data_root: Path | None, as_json: bool) -> None:
+def _show_list(names: list[str], out: Path, data_root: Path | None, as_json: bool) -> None:
+    """Every table in a line; those that are named with their numbers."""
     from equilibria_papers import tables
 
-    found = tables.listing(out, data_root)
+    try:
+        asked = {tables.describe(name).id for name in names}
+    except ValueError as error:
+        raise fail(str(error)) from None
+    found = [
+        one for one in tables.listing(out, data_root) if not asked or one.experiment.id in asked
+    ]
     if as_json:
         print_json([_listed(one) for one in found])
-        return
-    table = Table(caption="cost: GPU time of one seed, estimated for one H200; ✗: not at hand")
-    table.add_column("id", no_wrap=True)
-    for title in ("what", "cost", "data", "status", "claim holds"):
-        table.add_column(title, justify="right" if title == "cost" else "left")
+    elif asked:
+        for one in found:
+            _show_numbers(one)
+    else:
+        _show_verdicts(found)
+
+
+def _show_verdicts(found: list[Any]) -> None:
+    table = Table(caption="hours: of one seed on one H200, estimated; ✗: data not at hand")
+    table.add_column("table or figure")
+    for title in ("hours", "epochs", "seeds"):
+        table.add_column(title, justify="right")
+    table.add_column("claim holds", no_wrap=True)
     paper = ""
     for one in found:
         if one.experiment.paper != paper:
             paper = one.experiment.paper
             table.add_section()
-            table.add_row(paper, style="bold")
-        minutes, cells = one.experiment.minutes, len(one.experiment.cells)
+            table.add_row(Text(paper, style="bold"))
+        missing = f" (✗ {', '.join(one.missing)})" if one.missing else ""
+        hours = one.experiment.minutes / 60
         table.add_row(
-            one.experiment.id,
-            one.experiment.title,
-            f"{minutes} min" if minutes < 120 else f"{minutes / 60:,.0f} h",
-            ", ".join(n + (" ✗" if n in one.missing else "") for n in one.experiment.data),
-            one.status + (f" ({one.measured} of {cells})" if one.measured else ""),
+            Text.assemble(one.experiment.id, (f"\n{one.experiment.title}{missing}", "dim")),
+            f"{hours:,.1f}" if hours < 10 else f"{hours:,.0f}",
+            _span(one.epochs),
+            _span(one.seeds),
             one.experiment.verdict,
         )
     output().print(table)
+    say = "'equilibria reproduce list ID' shows the paper's numbers beside ours."
+    error_console.print(say, style="dim", markup=False, highlight=False, soft_wrap=True)
+
+
+def _span(numbers: tuple[int, ...]) -> str:
+    ends = dict.fromkeys((numbers[0], numbers[-1])) if numbers else ()
+    return "–".join(map(str, ends))
+
+
+def _show_numbers(one: Any) -> None:
+    experiment, console = one.experiment, output()
+    console.print(Text(f"{experiment.paper}, {experiment.id}: {experiment.title}", style="bold"))
+    if experiment.verdict != "–":
+        console.print(Text(f"{experiment.claim} Does it hold here? {experiment.verdict}."))
+    console.print(Text(experiment.why))
+    if one.numbers:
+        table = Table("")
+        for title in ("paper", "ours", "epochs", "seeds"):
+            table.add_column(title, justify="right", no_wrap=True)
+        for longest in one.numbers:
+            table.add_row(*map(Text, longest.texts))
+        console.print(table)
+    console.print()
 
 
 def _show_plans(plans: dict[str, list[Any]], several: bool, as_json: bool) -> None:

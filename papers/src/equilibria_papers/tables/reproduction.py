@@ -20,6 +20,7 @@ from .provenance import Log, made_by
 from .results import (
     NOT_RUN,
     SMOKE,
+    STAND_IN,
     CellResult,
     Result,
     Sample,
@@ -64,29 +65,63 @@ def describe(name: str) -> Experiment:
 
 
 @dataclass(frozen=True)
+class Longest:
+    """A cell with the numbers of the longest training that there is of it."""
+
+    found: CellResult
+    epochs: int  # 0: nothing was trained
+
+    @property
+    def texts(self) -> tuple[str, str, str, str, str]:
+        """What it is, the paper's number, ours, epochs, seeds."""
+        cell = self.found.cell
+        what = cell.column.removesuffix(" in %").removesuffix(",").removesuffix(", accuracy")
+        paper = "–" if cell.published is None else cell.published.text
+        note = " (other data)" if self.found.status == STAND_IN else ""
+        note = note or (" (earlier recipe)" if self.found.outdated else "")
+        epochs, seeds = str(self.epochs or "–"), str(len(self.found.samples))
+        return f"{cell.row}, {what}", paper, self.found.number + note, epochs, seeds
+
+
+@dataclass(frozen=True)
 class Listed:
     """A line of ``reproduce list``."""
 
     experiment: Experiment
     status: str
-    measured: int  # Cells with a number of ours
+    longest: tuple[Longest, ...]  # Of each cell with a number of ours
     missing: tuple[str, ...]  # Data that are not at hand
+
+    @property
+    def numbers(self) -> tuple[Longest, ...]:
+        """Those that were measured; the size of a network is counted."""
+        return tuple(one for one in self.longest if "size" not in one.found.cell.column)
+
+    @property
+    def epochs(self) -> tuple[int, ...]:
+        """Of the longest trainings, each once, in order."""
+        return tuple(sorted({one.epochs for one in self.longest if one.epochs}))
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """How many seeds cells have, each count once, in order."""
+        return tuple(sorted({len(one.found.samples) for one in self.longest}))
 
 
 def listing(out: Path, data_root: Path | None) -> list[Listed]:
-    """Every id with its state, as the files in ``out`` have it."""
+    """Every id with its state and numbers, as the files in ``out`` have them."""
     there = {name: at_hand(name, data_root) for e in EXPERIMENTS.values() for name in e.data}
     made = []
     for one in EXPERIMENTS.values():
         missing = tuple(name for name in one.data if not there[name])
-        made.append(Listed(one, *_state_in(out, one), missing))
+        made.append(Listed(one, *_kept_of(out, one), missing))
     return made
 
 
-def _state_in(out: Path, experiment: Experiment) -> tuple[str, int]:
-    """(state, cells measured): the declared recipe first, then changed ones by name, then smoke."""
+def _kept_of(out: Path, experiment: Experiment) -> tuple[str, tuple[Longest, ...]]:
+    """(state, longest): the declared recipe first, then changed ones by name, then smoke."""
     name = experiment.id
-    states, places = [], set()
+    states, best = [], dict[tuple[str, str], Longest]()
     for path in (result_path(out, name, smoke=False), *sorted(out.glob(f"{name}--*.json"))):
         kept = read_result(path)
         if kept is None:
@@ -96,17 +131,30 @@ def _state_in(out: Path, experiment: Experiment) -> tuple[str, int]:
         groups = {job.name: plan_of(job, choices)[0].group for job in experiment.jobs}
         cells = []
         for cell in experiment.cells:  # today's, in which samples of an earlier recipe show
-            found = tuple(samples.get((cell.row, cell.column), ()))
+            place = cell.row, cell.column
             group = "" if cell.job is None else groups[cell.job.name]
-            cells.append(CellResult(cell, found, group=group))
+            found = CellResult(cell, tuple(samples.get(place, ())), group=group)
+            epochs = _epochs(found, choices)
+            if found.samples and (place not in best or epochs > best[place].epochs):
+                best[place] = Longest(found, epochs)
+            cells.append(found)
         status = status_of((cell.status for cell in cells), smoke=False)
         if status != NOT_RUN:
             states.append(status + (f" ({kept['change']})" if kept["change"] else ""))
-            places |= {(c.cell.row, c.cell.column) for c in cells if c.samples}
     if states:
-        return "; ".join(states), len(places)
+        places = [(cell.row, cell.column) for cell in experiment.cells]
+        return "; ".join(states), tuple(best[place] for place in places if place in best)
     smoke = read_result(result_path(out, name, smoke=True))
-    return (NOT_RUN if smoke is None else SMOKE), 0
+    return (NOT_RUN if smoke is None else SMOKE), ()
+
+
+def _epochs(found: CellResult, choices: Choices) -> int:
+    """Of the training behind a number; 0 where there is none."""
+    job = found.cell.job
+    if job is None or not job.trained:
+        return 0
+    recipe = {**job.recipe, **(job.stand_in if found.status == STAND_IN else {})}
+    return int({**recipe, **choices.overrides}.get("epochs", 0))
 
 
 @contextmanager

@@ -77,16 +77,21 @@ class CellResult:
         return QUOTED if self.cell.job is None else NOT_RUN
 
     @property
-    def ours(self) -> str:
-        """``94.8 ± 0.1 (3)``: mean, standard deviation, seeds; "–" where nothing was measured."""
+    def number(self) -> str:
+        """``94.8 ± 0.1``: mean and standard deviation; "–" where nothing was measured."""
         if self.mean is None:
             return "–"
         size = abs(self.mean)
         small = size < 0.01 and self.mean != 0.0
         digits = ".2e" if small else ".3g" if size < 1 else ".2f" if size < 1000 else ",.0f"
         spread = "" if self.std is None else f" ± {self.std:{digits}}"
+        return f"{self.mean:{digits}}{spread}"
+
+    @property
+    def ours(self) -> str:
+        """``94.8 ± 0.1 (3)``: with the number of seeds."""
         count = f" ({len(self.samples)})" if len(self.samples) > 1 else ""
-        return f"{self.mean:{digits}}{spread}{count}"
+        return self.number + count
 
     def to_dict(self) -> dict[str, Any]:
         published = self.cell.published
