@@ -30,15 +30,18 @@ def test_list_names_every_id(tmp_path: Path, cli: Cli) -> None:
 
 
 def test_list_of_an_id_shows_the_numbers_of_its_longest_training(tmp_path: Path, cli: Cli) -> None:
-    def result(name: str, value: float, epochs: int) -> None:
+    def result(value: float, epochs: int, recipe: str) -> None:
         sample = {"seed": 0, "value": value, "group": "?", "seconds": 1.0, "made_by": {}}
         cell = {"row": "OptEq", "column": "accuracy in %", "samples": [sample]}
-        change = f"epochs={epochs}"
+        change = f"{recipe}-{epochs}"
         kept = {"cells": [cell], "overrides": {"epochs": epochs}, "change": change}
-        (tmp_path / f"{name}--{change}.json").write_text(json.dumps(kept), encoding="utf-8")
+        (tmp_path / f"kerdeq-table3--{change}.json").write_text(
+            json.dumps({**kept, "recipe": recipe}), encoding="utf-8"
+        )
 
-    result("kerdeq-table3", 84.5, 30)
-    result("kerdeq-table3", 71.3, 10)
+    result(84.5, 30, "ours")
+    result(71.3, 10, "ours")
+    result(80.2, 40, "printed")
     shown = cli.shown("list", "kerdeq-table3", "--out", tmp_path, "--data-root", tmp_path)
     (row,) = [line for line in shown.splitlines() if "84.50 (earlier recipe)" in line]
     assert [text.strip() for text in row.split("│")[1:-1]] == [
@@ -47,7 +50,8 @@ def test_list_of_an_id_shows_the_numbers_of_its_longest_training(tmp_path: Path,
     assert "71.3" not in shown
     assert describe("kerdeq-table3").verdict in shown
     (found,) = cli.json("list", "kerdeq-table3", "--out", tmp_path)
-    (number,) = found["numbers"]
+    number, printed = found["numbers"]
+    assert (printed["mean"], printed["epochs"], printed["recipe"]) == (80.2, 40, "printed")
     assert (number["mean"], number["epochs"], number["outdated"]) == (84.5, 30, True)
     assert number["published"]["value"] == 90.56
 

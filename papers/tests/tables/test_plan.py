@@ -102,6 +102,26 @@ def test_milestones_move_with_the_epochs() -> None:
     assert milestones(epochs=20, milestones=[7]) == (7,)
 
 
+def test_the_recipe_as_printed_takes_steps_and_random_augmentation() -> None:
+    """GEQ A.7.1; the length is ours, so that both recipes are compared at one length."""
+    cells = describe("geq-table1").cells_of(("GEQ 8M",))
+    asked = {"epochs": 80, "validation": 0.0}
+    ours, printed = (
+        plan(cells, Choices(recipe=name, overrides=asked))[0] for name in ("ours", "printed")
+    )
+    found = printed.config
+    assert (found.schedule, found.milestones, found.epochs) == ("step", (40, 60), 80)
+    assert list(found.augment) == ["crop", "flip", "rand_augment"]
+    assert found.label_smoothing == 0.0
+    assert ours.key != printed.key
+    choices = Choices(recipe="printed", overrides=asked)
+    assert choices.change == "recipe=printed, epochs=80, validation=0"
+    with pytest.raises(ValueError, match="these tables have one recipe"):
+        plan(describe("opteq-table3").cells, Choices(recipe="printed"))
+    with pytest.raises(ValueError, match="expected one of ours, printed"):
+        Choices(recipe="paper")
+
+
 @settings(deadline=None, max_examples=20)
 @given(epochs=st.integers(1, 400))
 def test_any_number_of_epochs_can_be_asked_for(epochs: int) -> None:

@@ -47,6 +47,14 @@ def reproduce(
         list[str] | None,
         typer.Option("--only", metavar="ROW", help="Only this row; may be repeated."),
     ] = None,
+    recipe: Annotated[
+        str,
+        typer.Option(
+            metavar="ours|printed",
+            help="How networks on CIFAR are trained: by our recipe, or by the paper's as printed "
+            "(steps of the rate, RandAugment).",
+        ),
+    ] = "ours",
     epochs: Annotated[
         int | None, typer.Option(min=1, help="Other epochs than the recipe's; the table says so.")
     ] = None,
@@ -98,6 +106,7 @@ def reproduce(
             only=tuple(only or ()),
             smoke=smoke,
             stand_in=stand_in,
+            recipe=recipe,
             overrides=_overrides(change or [], epochs),
             device=device,
             data_root=data_root,
@@ -205,7 +214,12 @@ def _listed(one: Any) -> dict[str, Any]:
     words = {name: getattr(one.experiment, name) for name in ("id", "paper", "title", "verdict")}
     more = {"gpu_minutes": one.experiment.minutes, "data": one.experiment.data}
     numbers = [
-        {**longest.found.to_dict(), "epochs": longest.epochs, "outdated": longest.found.outdated}
+        {
+            **longest.found.to_dict(),
+            "recipe": longest.recipe,
+            "epochs": longest.epochs,
+            "outdated": longest.found.outdated,
+        }
         for longest in one.longest
     ]
     state = {"missing": one.missing, "status": one.status, "measured": len(numbers)}

@@ -27,6 +27,8 @@ MACHINE = frozenset(
 )
 """Where and on what machine something is run does not change what it is."""
 
+RECIPES = ("ours", "printed")
+
 # What belongs to the plan, not to the recipe.
 _RESERVED = ("model", "data", "data_root", "out", "seed", "accelerator", "devices", "model_options")
 # What may only be checked with the rest of a recipe.
@@ -41,6 +43,7 @@ class Choices:
     only: tuple[str, ...] = ()  # Rows of the table; none: all
     smoke: bool = False  # Tiny networks on the digits, by the same code: a test, not a result
     stand_in: bool = False  # Whether other data may stand in for data that are not at hand
+    recipe: str = "ours"  # "printed": as the paper states it, where ours is another
     overrides: Mapping[str, Any] = field(default_factory=dict)
     """Options of TrainConfig in place of the recipe's; the table says so."""
     device: str | None = None  # "cpu", "cuda", "cuda:1"; None: a GPU where there is one
@@ -70,6 +73,8 @@ class Choices:
                 f"gather=True, minutes={self.minutes}, parallel={self.parallel}: nothing is "
                 "trained, and minutes and parallel are of trainings; leave them out, or gather."
             )
+        if self.recipe not in RECIPES:
+            raise ValueError(f"recipe={self.recipe!r}: expected one of {', '.join(RECIPES)}.")
         taken = [name for name in self.overrides if name in _RESERVED]
         if taken:
             raise ValueError(
@@ -86,8 +91,9 @@ class Choices:
 
     @property
     def change(self) -> str:
-        """The overrides in words, ``epochs=2, lr=0.1``; empty where none changes the recipe."""
-        made = {name: self.overrides[name] for name in sorted(self.overrides)}
+        """The choices in words, ``recipe=printed, epochs=2``; empty: the declared recipe."""
+        named = {} if self.recipe == "ours" else {"recipe": self.recipe}
+        made = named | {name: self.overrides[name] for name in sorted(self.overrides)}
         return ", ".join(f"{n}={_word(value)}" for n, value in made.items() if n not in MACHINE)
 
 
@@ -166,6 +172,11 @@ def plan(cells: Iterable[Cell], choices: Choices) -> list[Planned]:
     is united: it is one folder, and the weights are loaded once.
     """
     jobs = {id(cell.job): cell.job for cell in cells if cell.job is not None}
+    if choices.recipe == "printed" and not any(job.printed for job in jobs.values()):
+        raise ValueError(
+            "recipe='printed': these tables have one recipe, as far as the paper states it; leave "
+            "it out. It is for networks on CIFAR in tables of GEQ, KerDEQ and our own."
+        )
     made: dict[str, Planned] = {}
     for job in jobs.values():
         for new in plan_of(job, choices):
@@ -188,6 +199,8 @@ def plan_of(job: Job, choices: Choices) -> list[Planned]:
 def _planned(job: Job, seed: int, choices: Choices, there: bool) -> Planned:
     """``there``: whether the job's own data are taken."""
     stands_in = missing = ""
+    if choices.recipe == "printed":
+        job = dataclasses.replace(job, recipe=_override(job.recipe, job.printed))
     model_options = dict(job.options)
     if choices.smoke:
         model_options |= {k: v for k, v in job.smoke.items() if k != "image_size"}

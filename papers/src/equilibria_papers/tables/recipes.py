@@ -12,6 +12,7 @@ from .experiment import Job
 
 _DECLARED = tomllib.loads(Path(__file__).with_name("recipes.toml").read_text("utf-8"))
 CIFAR: Mapping[str, Any] = MappingProxyType(_DECLARED["cifar"])
+CIFAR_PRINTED: Mapping[str, Any] = MappingProxyType(_DECLARED["cifar_printed"])
 IMAGENET: Mapping[str, Any] = MappingProxyType({**CIFAR, **_DECLARED["imagenet"]})
 OPTEQ: Mapping[str, Any] = MappingProxyType(_DECLARED["opteq"])
 OPTEQ_IMAGENET: Mapping[str, Any] = MappingProxyType(_DECLARED["opteq_imagenet"])
@@ -64,7 +65,8 @@ def cifar(
     """
     changed = {**CIFAR, **recipe} if recipe else CIFAR
     instead = {} if data == "cifar10" else {"data": "cifar10"}
-    return job(model, data, recipe=changed, graphs=True, stand_in=instead, **more)
+    more = {"printed": CIFAR_PRINTED, "graphs": True, "stand_in": instead, **more}
+    return job(model, data, recipe=changed, **more)
 
 
 def imagenet(model: str, data: str, *, pixels: int = 64, **more: Any) -> Job:

@@ -15,7 +15,7 @@ from . import geq, opteq, ours, thesis
 from .experiment import WORDS, Cell, Experiment
 from .pages import copy_pictures, draw
 from .parallel import Task, Tell, handled, run_beside, split
-from .plan import Choices, Planned, at_hand, cells_asked, plan, plan_of
+from .plan import RECIPES, Choices, Planned, at_hand, cells_asked, plan, plan_of
 from .provenance import Log, made_by
 from .results import (
     NOT_RUN,
@@ -70,6 +70,7 @@ class Longest:
 
     found: CellResult
     epochs: int  # 0: nothing was trained
+    recipe: str
 
     @property
     def texts(self) -> tuple[str, str, str, str, str]:
@@ -79,6 +80,7 @@ class Longest:
         paper = "–" if cell.published is None else cell.published.text
         note = " (other data)" if self.found.status == STAND_IN else ""
         note = note or (" (earlier recipe)" if self.found.outdated else "")
+        what += "" if self.recipe == "ours" else ", recipe as printed"
         epochs, seeds = str(self.epochs or "–"), str(len(self.found.samples))
         return f"{cell.row}, {what}", paper, self.found.number + note, epochs, seeds
 
@@ -121,28 +123,29 @@ def listing(out: Path, data_root: Path | None) -> list[Listed]:
 def _kept_of(out: Path, experiment: Experiment) -> tuple[str, tuple[Longest, ...]]:
     """(state, longest): the declared recipe first, then changed ones by name, then smoke."""
     name = experiment.id
-    states, best = [], dict[tuple[str, str], Longest]()
+    states, best = [], dict[tuple[str, str, str], Longest]()
     for path in (result_path(out, name, smoke=False), *sorted(out.glob(f"{name}--*.json"))):
         kept = read_result(path)
         if kept is None:
             continue
         samples = earlier_samples(path)
-        choices = Choices(overrides=kept.get("overrides", {}), gather=True)
+        choices = Choices(
+            overrides=kept.get("overrides", {}), recipe=kept.get("recipe", "ours"), gather=True
+        )
         groups = {job.name: plan_of(job, choices)[0].group for job in experiment.jobs}
         cells = []
         for cell in experiment.cells:  # today's, in which samples of an earlier recipe show
-            place = cell.row, cell.column
             group = "" if cell.job is None else groups[cell.job.name]
-            found = CellResult(cell, tuple(samples.get(place, ())), group=group)
-            epochs = _epochs(found, choices)
+            found = CellResult(cell, tuple(samples.get((cell.row, cell.column), ())), group=group)
+            epochs, place = _epochs(found, choices), (cell.row, cell.column, choices.recipe)
             if found.samples and (place not in best or epochs > best[place].epochs):
-                best[place] = Longest(found, epochs)
+                best[place] = Longest(found, epochs, choices.recipe)
             cells.append(found)
         status = status_of((cell.status for cell in cells), smoke=False)
         if status != NOT_RUN:
             states.append(status + (f" ({kept['change']})" if kept["change"] else ""))
     if states:
-        places = [(cell.row, cell.column) for cell in experiment.cells]
+        places = [(c.row, c.column, name) for c in experiment.cells for name in RECIPES]
         return "; ".join(states), tuple(best[place] for place in places if place in best)
     smoke = read_result(result_path(out, name, smoke=True))
     return (NOT_RUN if smoke is None else SMOKE), ()
@@ -319,6 +322,7 @@ class _Work:
             smoke=choices.smoke,
             change=choices.change,
             overrides=choices.overrides,
+            recipe=choices.recipe,
             made_by=made_by(chosen_device(choices.device)),
         )
         return result, fresh

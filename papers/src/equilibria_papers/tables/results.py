@@ -138,6 +138,7 @@ class Result:
     made_by: Mapping[str, Any]
     files: tuple[str, ...] = field(default=())
     overrides: Mapping[str, Any] = field(default_factory=dict)  # The same as values
+    recipe: str = "ours"
 
     @property
     def status(self) -> str:
@@ -163,6 +164,7 @@ class Result:
             "warning": _WARNING if self.smoke else "",
             "status": self.status,
             "change": self.change,
+            "recipe": self.recipe,
             "overrides": dict(self.overrides),
             "seeds": list(self.seeds),
             "seconds": round(self.seconds, 1),
