@@ -144,6 +144,25 @@ def shown(result: Result, width: int) -> list[str]:
     return console.file.getvalue().splitlines()
 
 
+@pytest.mark.parametrize("width", range(40, 130, 6))
+def test_a_table_is_cut_off_at_no_width(width: int) -> None:
+    columns = ("size in M", "CIFAR-10, held-out images, in %", "CIFAR-10, test images, in %")
+    cells = tuple(
+        Cell(row=row, column=column, job=tiny.job())
+        for row in ("a stack of six layers", "stack, Gaussian, one step", "net")
+        for column in columns
+    )
+    table = dataclasses.replace(tiny.table(), cells=cells)
+    found = tuple(CellResult(cell, (_sample(0),), group="a") for cell in cells)
+    made = dataclasses.replace(_result((_sample(0),)), experiment=table, cells=found)
+    lines = [line for line in shown(made, width) if line[:1] in "┃│┏└" and line.strip()]
+    assert len(lines) > 5
+    assert {len(line) for line in lines} == {len(lines[0])}
+    assert len(lines[0]) <= width
+    assert all(line[-1] in "┃│┓┘" for line in lines)
+    assert sum("90.00" in line for line in lines) in (3, 9)  # a line a row, or a line a cell
+
+
 def test_smoke_says_so_everywhere(tmp_path: Path) -> None:
     result = _result((_sample(0),), smoke=True)
     assert "SMOKE TEST, NO RESULT" in markdown(result)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import shutil
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,7 +156,7 @@ def _cell(text: str) -> str:
 # For the terminal: a line for each row where it is wide enough; where not, a line for each cell,
 # under the name of its row.
 
-_NAME = 24  # to which a row's name may be wrapped
+_NAME, _HEAD = 24, 12  # to which the name of a row, and of a column, may be wrapped
 
 
 @dataclass(frozen=True)
@@ -181,11 +182,15 @@ class Shown:
         columns = self.result.experiment.columns
         cells = {(found.cell.row, found.cell.column): found for found in self.result.cells}
         names = self.result.experiment.rows
-        # The names of rows and columns may be wrapped, numbers may not.
+        # Names may be wrapped, numbers may not. Those of columns are wrapped here: a column that
+        # rich may wrap is made too narrow first and then too wide for the table.
         table = Table(Column(min_width=min(_NAME, max(map(len, names)))))
         texts = {one: [pair(cells.get((row, one))) for row in names] for one in columns}
         for column, below in texts.items():
-            table.add_column(Text(column), justify="right", min_width=max(map(len, below)))
+            wide = max(_HEAD, *map(len, below))
+            head = textwrap.wrap(column, wide, break_long_words=False, break_on_hyphens=False)
+            needed = max(map(len, (*head, *below)))
+            table.add_column(Text("\n".join(head)), justify="right", no_wrap=True, min_width=needed)
         for row, *numbers in zip(names, *texts.values(), strict=True):
             table.add_row(Text(row), *map(Text, numbers))
         return table
