@@ -197,6 +197,7 @@ def certified() -> None:
     radius = float(found.radius[0])
     text = f"label {int(one.label[0])}: proven within {radius:.3f}\nnearest other class: "
     left.set_title(text + str(int(one.nearest[0])), fontsize=9)
+    right.set_title(f"all {len(test)} test digits\n", fontsize=9)  # as many lines as beside it
     radii = torch.linspace(0.0, 0.8, 81)
     right.plot(radii, [100 * found.at(float(r)) for r in radii], color=COLORS[0], label="proven")
     tried = [0.05, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8]

@@ -6,8 +6,11 @@ of the digits few are tested, which is faster.
 
 from __future__ import annotations
 
+import csv
 import importlib.util
+import json
 import re
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +75,42 @@ def test_readme_prints_what_it_shows(capsys: pytest.CaptureFixture[str]) -> None
         for ours, shown in zip(number.findall(printed), number.findall(found[2]), strict=True)
     ]
     assert all(0.5 < ratio < 2 for ratio in ratios)
+
+
+def result(name: str) -> Any:
+    return json.loads((ROOT / "results" / name).read_text("utf-8"))
+
+
+def spread(percents: list[float]) -> str:
+    return f"{statistics.mean(percents):.2f} ± {statistics.stdev(percents):.2f}%"
+
+
+def test_the_headline_numbers_are_those_of_the_files() -> None:
+    readme, speed, labels, promises = (
+        (ROOT / page).read_text("utf-8")
+        for page in ("README.md", "docs/performance.md", "docs/certified.md", "docs/promises.md")
+    )
+    seeds = ("", "seed1/", "seed2/")
+    stack = [result(f"cifar10_geq_stack_8m_after/{s}measured.json") for s in seeds]
+    chain = [result(f"cifar10_geq_chain_5m/{s}evaluation.json") for s in seeds]
+    assert f"**{spread([s['measures']['quality']['accuracy'] for s in stack])}**" in readme
+    assert f"**{spread([100 * s['metrics']['accuracy'] for s in chain])}**" in readme
+    proven = result("certified_cifar/certified.json")
+    assert f"**{proven['certified'][0]['accuracy']:.1%}**" in readme
+    assert f"{proven['accuracy']:.1%} are right" in readme
+    for name, start in (("geq_step_equal", "**"), ("geq_step", "; ")):
+        rows = result(f"{name}.json")["rows"]
+        ours, theirs = rows["branches graph"], rows["branches torchdeq anderson"]
+        ratio = ours["train_images_per_second"] / theirs["train_images_per_second"]
+        assert f"{start}{ratio:.1f} times" in readme
+        assert f"{ours['train_images_per_second']:,} and" in speed
+        assert f"{ours['residual']:.4f} and {theirs['residual']:.4f}" in speed
+    for network in result("certified_digits.json")["networks"].values():
+        cells = [f"{c['accuracy']:.1%} ({c['attacked']:.1%})" for c in network["certified"]]
+        assert " | ".join([f"{network['accuracy']:.1%}", *cells]) in labels
+    with (ROOT / "results/cifar10_geq_stack_8m_after/seed2/history.csv").open() as file:
+        rate = float(list(csv.DictReader(file))[-1]["images_per_second"])
+    assert f"{rate:,.0f} images per second" in promises.replace("\n", " ")
 
 
 def test_blocks_are_found() -> None:

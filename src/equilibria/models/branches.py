@@ -127,9 +127,9 @@ _PAPER = {
     "solver": Anderson(rtol=0.0, atol=0.0, max_steps=10, damping=0.8),
     "adjoint": Phantom(steps=5, damping=0.8),
 }
-# For the Gaussian kernel: five steps of the certificate's size leave less residual than ten of
-# Anderson's in bf16, and as many terms of the backward series; a training step is 6.8 times as fast
-# on an H200 (docs/performance.md). ``solver`` and ``adjoint`` take the papers' way back.
+# For the Gaussian kernel: few and long steps. Five of the certificate's size leave the residual of
+# ten of Anderson's in bf16, in a training step that is 6.8 times as fast on an H200
+# (docs/performance.md). ``solver`` and ``adjoint`` take the papers' way back.
 _FUSED = few_steps(3, 2, 0.8)
 # With ‖W‖ ≤ 0.7 these keep ‖W‖² + 2‖c‖² and ‖W‖² + 0.7698‖c‖² below 1, so G is strongly convex.
 _RADII = {"polynomial": (PolynomialEq, 0.45), "sigmoid": (SigmoidEq, 0.75)}

@@ -185,7 +185,7 @@ def _family(
     )
 
 
-# For CIFAR; four such steps leave the residual of six of damped iteration (docs/performance.md).
+# For CIFAR: few and long steps (docs/performance.md).
 _CIFAR = {
     "patch": Patches(channels=8, size=2),
     "hidden": 64,
