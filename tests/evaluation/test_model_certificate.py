@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -47,6 +49,34 @@ def test_each_layer_at_its_own_input_and_its_own_answer() -> None:
             torch.testing.assert_close(found[name].error_bound, expected.error_bound)
             torch.testing.assert_close(found[name].residual, expected.residual)
     assert found.unique
+
+
+@pytest.mark.parametrize("kind", ["geq", "opteq"])
+def test_layers_inside_envelopes_are_seen(kind: str) -> None:
+    """By hooks, so by all that look at layers: certificates, time by parts, penalties."""
+    name = f"{kind}_certified_digits"
+    model = eq.models.create(name, 10, image_size=8, widths=(16, 24), depth=1).eval()
+    x = model.preprocess(torch.randint(0, 256, (3, 1, 8, 8), dtype=torch.uint8))
+    seen: dict[str, Any] = {}
+
+    def note(name: str, _: nn.Module, inputs: Any, z: torch.Tensor) -> None:
+        seen[name] = inputs[0], z
+
+    layers: dict[str, Any] = dict(eq.nn.equilibrium_layers(model))
+    handles = [m.register_forward_hook(partial(note, n)) for n, m in layers.items()]
+    with torch.no_grad():
+        model(x)
+    for handle in handles:
+        handle.remove()
+    assert list(seen) == list(layers)
+    found = certify_model(model, x)
+    assert len(found) == len(layers)
+    for (name, part), (inner, z) in zip(found.items(), seen.values(), strict=True):
+        expected = eq.certify(layers[name], inner, z)
+        torch.testing.assert_close(part.error_bound, expected.error_bound)
+        exact = layers[name].solve(inner, solver=eq.ProximalGradient(rtol=1e-6, max_steps=500))
+        off = (z - exact.value).flatten(1).norm(dim=1)
+        assert (off <= part.error_bound + 1e-5).all()
 
 
 def test_the_bound_holds() -> None:

@@ -19,7 +19,6 @@ from equilibria.problems.norms import SAFETY, sum_error
 
 from .constraints import NormBounded, constrain
 from .geq import GEQ
-from .observing import report
 from .opteq import OptEq
 
 _MARGIN = 1.03  # norms are held by estimates; with this margin the proven ones usually hold too
@@ -116,17 +115,15 @@ class Envelope(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         with parametrize.cached():
-            problem, start = self.layer.posed(x)
-            zero = self.layer.starts_at_zero()
-            solution = self.layer.solve_posed(problem, start, zero_start=zero)
-            report(self.layer, solution)
-            assert isinstance(problem, Problem)
+            kept: list[Any] = []
+            z = self.layer(x, keep=kept)  # by its forward, so that its hooks see it
+            problem, solution = kept
             # U and W are applied once more here: not to NaN, whose gradient 0·NaN they would get.
             failed = failed_codes(solution.result)
             if failed is None:
-                return self._output(x, problem, solution.value)
+                return self._output(x, problem, z)
             healthy = problem.with_inputs(*(lend(t, failed) for t in problem.inputs()))
-            found = self._output(lend(x, failed), healthy, lend(solution.value, failed))
+            found = self._output(lend(x, failed), healthy, lend(z, failed))
             return torch.where(per_sample(failed, x), torch.nan, found)
 
     def _constant(self, problem: Problem) -> tuple[float, float]:

@@ -157,6 +157,18 @@ class EquilibriumLayer(_SolvedLayer):
         zero = z0 is None and self.starts_at_zero()
         return self.solve_posed(*self.posed(x, z0), zero_start=zero, **options)
 
+    def forward(self, x: Tensor, z0: Any = None, *, keep: list[Any] | None = None) -> Tensor:
+        """z*, [B, *state]; ``z0`` is a warm start. ``keep`` gets the problem and the Solution."""
+        if keep is None:
+            found: Tensor = super().forward(x, z0)
+            return found
+        problem, start = self.posed(x, z0)
+        zero = z0 is None and self.starts_at_zero()
+        solution = self.solve_posed(problem, start, zero_start=zero)
+        report(self, solution)
+        keep += (problem, solution)
+        return solution.value
+
     def solve_posed(
         self, problem: HiddenProblem, start: Tensor, *, zero_start: bool, **options: Any
     ) -> Solution[Tensor]:
