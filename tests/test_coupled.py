@@ -6,6 +6,7 @@ by the dense joint Jacobian or by finite differences of such solves. It shares n
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -541,3 +542,28 @@ def test_a_coupled_batch_that_does_not_converge_says_so_for_all() -> None:
                 fn, torch.zeros_like(x), coupled=coupled, solver=eq.Picard(max_steps=200)
             )
         assert not sol.converged.any()
+
+
+@pytest.mark.parametrize("solver", [eq.Broyden, eq.Anderson])
+def test_a_residual_that_underflows_is_not_taken_for_coupling(
+    solver: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Below the square root of the smallest number the quick norm is zero and the exact one is not:
+    a sample passes by the first and not by the second, though no other sample moved it."""
+    begun: list[int] = []
+    init = solver.init
+    monkeypatch.setattr(solver, "init", lambda self, z: begun.append(len(z[0])) or init(self, z))
+    torch.manual_seed(0)
+    matrix = torch.linalg.qr(torch.randn(20, 20)).Q * 0.95
+    size = torch.tensor([1e-24, 1.0]).repeat(4)[:, None]  # beside a coordinate of size 1
+    c = torch.cat([torch.ones(8, 1), size * torch.randn(8, 20)], 1)
+
+    def fn(z: Tensor) -> Tensor:
+        moving = size * torch.sin(z[:, 1:] @ matrix / size)
+        return torch.cat([torch.zeros(8, 1), moving], 1) + c
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", eq.ConvergenceWarning)
+        sol = eq.fixed_point(fn, torch.zeros(8, 21), solver=solver(rtol=1e-30, max_steps=60))
+    assert begun == [8]
+    torch.testing.assert_close(sol.value[:, 0], torch.ones(8))

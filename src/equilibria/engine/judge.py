@@ -118,7 +118,7 @@ class Judge:
     def fails_now(self, residual: Tensor, scale: Tensor) -> Tensor:
         """Which samples, [B], fail by more than a map that does not round the same way twice."""
         allowed = self.rtol * scale + self.atol
-        slack = torch.minimum(4 * self.eps * scale, 0.5 * allowed)
+        slack = 4 * self.eps * scale
         return (residual > allowed + slack) & torch.isfinite(residual)
 
     def _within(self, residual: Tensor, scale: Tensor) -> Tensor:
