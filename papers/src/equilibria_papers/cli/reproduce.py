@@ -279,18 +279,16 @@ def _span(numbers: tuple[int, ...]) -> str:
 
 
 def _show_numbers(one: Any) -> None:
+    from equilibria_papers.tables.pages import number_table
+
     experiment, console = one.experiment, output()
     console.print(Text(f"{experiment.paper}, {experiment.id}: {experiment.title}", style="bold"))
     if experiment.verdict != "–":
         console.print(Text(f"{experiment.claim} Does it hold here? {experiment.verdict}."))
     console.print(Text(experiment.why))
     if one.numbers:
-        table = Table("")
-        for title in ("paper", "ours", "epochs", "seeds"):
-            table.add_column(title, justify="right", no_wrap=True)
-        for longest in one.numbers:
-            table.add_row(*map(Text, longest.texts))
-        console.print(table)
+        rows = (longest.texts for longest in one.numbers)
+        console.print(number_table(rows, "paper", "ours", "epochs", "seeds"))
     console.print()
 
 

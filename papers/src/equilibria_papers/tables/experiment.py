@@ -99,6 +99,17 @@ class Cell:
     metric: str = "accuracy"  # A number that the job's measures give
     note: str = ""
 
+    @property
+    def name(self) -> str:
+        """``GEQ 5M, CIFAR-10``: row and column, without their units."""
+        column = self.column.removesuffix(" in %").removesuffix(",").removesuffix(", accuracy")
+        return f"{self.row}, {column}"
+
+    @property
+    def paper(self) -> str:
+        """The paper's number; "–" where it prints none."""
+        return "–" if self.published is None else self.published.text
+
 
 def cells(row: str, job: Job | None, *columns: tuple[str, ...], note: str = "") -> list[Cell]:
     """A cell for each (column, metric), or (column, metric, what the paper prints)."""

@@ -5,14 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import shutil
-import textwrap
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, RenderResult
-from rich.measure import Measurement
+from rich.console import Group
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -112,7 +109,7 @@ def pair(found: CellResult | None) -> str:
     """``94.90 / 94.8 ± 0.1%``: ours / the paper's; empty where the table has no cell."""
     if found is None:
         return ""
-    paper = "" if found.cell.published is None else f" / {found.cell.published.text}"
+    paper = "" if found.cell.published is None else f" / {found.cell.paper}"
     return f"{found.ours}{paper}"
 
 
@@ -153,62 +150,30 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-# For the terminal: a line for each row where it is wide enough; where not, a line for each cell,
-# under the name of its row.
-
-_NAME, _HEAD = 24, 12  # to which the name of a row, and of a column, may be wrapped
+# For the terminal.
 
 
-@dataclass(frozen=True)
-class Shown:
-    """For ``Console.print``: it looks at the width of the console."""
-
-    result: Result
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        result = self.result
-        yield Text(heading(result), style="bold")
-        if any(found.samples for found in result.cells):
-            wide = self._wide()
-            needed = Measurement.get(console, options.update(max_width=10_000), wide).minimum
-            yield wide if needed <= options.max_width else self._long()
-        change = f" Changed recipe: {result.change}." if result.change else ""
-        said = f"{result.status}; {result.seconds:,.0f} s of training and measuring.{change}"
-        yield Text(f"ours / paper; {said}", style="dim")
-        for remark in _remarks(result):
-            yield Text(remark)
-
-    def _wide(self) -> Table:
-        columns = self.result.experiment.columns
-        cells = {(found.cell.row, found.cell.column): found for found in self.result.cells}
-        names = self.result.experiment.rows
-        # Names may be wrapped, numbers may not. Those of columns are wrapped here: a column that
-        # rich may wrap is made too narrow first and then too wide for the table.
-        table = Table(Column(min_width=min(_NAME, max(map(len, names)))))
-        texts = {one: [pair(cells.get((row, one))) for row in names] for one in columns}
-        for column, below in texts.items():
-            wide = max(_HEAD, *map(len, below))
-            head = textwrap.wrap(column, wide, break_long_words=False, break_on_hyphens=False)
-            needed = max(map(len, (*head, *below)))
-            table.add_column(Text("\n".join(head)), justify="right", no_wrap=True, min_width=needed)
-        for row, *numbers in zip(names, *texts.values(), strict=True):
-            table.add_row(Text(row), *map(Text, numbers))
-        return table
-
-    def _long(self) -> Table:
-        table = Table("what", Column("ours / paper", justify="right"))
-        for row in self.result.experiment.rows:
-            table.add_section()
-            table.add_row(Text(row, style="bold"))
-            for found in self.result.cells:
-                if found.cell.row == row:
-                    table.add_row(Text(found.cell.column), Text(pair(found)))
-        return table
+def number_table(rows: Iterable[Sequence[str]], *titles: str) -> Table:
+    """A line for each number: what it is, and the texts of the columns."""
+    numbers = [Column(title, justify="right", overflow="fold") for title in titles]
+    table = Table(Column(overflow="fold"), *numbers)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table
 
 
-def rich_table(result: Result) -> Shown:
-    """For ``Console.print``: as the terminal is wide."""
-    return Shown(result)
+def rich_table(result: Result) -> Group:
+    """For ``Console.print``: the numbers that were measured or are quoted, and the remarks."""
+    change = f" Changed recipe: {result.change}." if result.change else ""
+    state = f"{result.status}; {result.seconds:,.0f} s of training and measuring.{change}"
+    shown = [found for found in result.cells if found.samples or found.cell.job is None]
+    rows = [(found.cell.name, found.cell.paper, found.ours) for found in shown]
+    return Group(
+        Text(heading(result), style="bold"),
+        *([number_table(rows, "paper", "ours")] if any(f.samples for f in shown) else ()),
+        Text(state, style="dim"),
+        *map(Text, _remarks(result)),
+    )
 
 
 # A figure of a paper from our numbers: lines or bars, one color a column.

@@ -76,13 +76,11 @@ class Longest:
     def texts(self) -> tuple[str, str, str, str, str]:
         """What it is, the paper's number, ours, epochs, seeds."""
         cell = self.found.cell
-        what = cell.column.removesuffix(" in %").removesuffix(",").removesuffix(", accuracy")
-        paper = "–" if cell.published is None else cell.published.text
         note = " (other data)" if self.found.status == STAND_IN else ""
         note = note or (" (earlier recipe)" if self.found.outdated else "")
-        what += "" if self.recipe == "ours" else ", recipe as printed"
-        epochs, seeds = str(self.epochs or "–"), str(len(self.found.samples))
-        return f"{cell.row}, {what}", paper, self.found.number + note, epochs, seeds
+        name = cell.name + ("" if self.recipe == "ours" else ", recipe as printed")
+        seeds = str(len(self.found.samples))
+        return name, cell.paper, self.found.number + note, str(self.epochs or "–"), seeds
 
 
 @dataclass(frozen=True)
