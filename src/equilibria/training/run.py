@@ -350,8 +350,10 @@ class Run(Checkpoint):
                 trainer.fit_loop.epoch_loop.val_loop.run()
                 trainer.training = True
 
-    def _begin_step(self, *_: Any) -> None:
+    def _begin_step(self, trainer: pl.Trainer, *_: Any) -> None:
         self.in_step = True
+        # After the step the schedule has moved on: at a milestone to another order of magnitude.
+        self.progress.rate = float(trainer.optimizers[0].param_groups[0]["lr"])
 
     def _count_step(self, *_: Any) -> None:
         self.progress.batch += 1
@@ -368,7 +370,7 @@ class Run(Checkpoint):
             latest = self.module.metrics.latest()
             norm = self.module.metrics.gradient_norm
             norms = {} if norm is None else {"gradient_norm": float(norm)}
-            self._log(trainer, "train", {**latest, **norms, "lr": _rate(trainer)})
+            self._log(trainer, "train", {**latest, **norms, "lr": self.progress.rate})
             if self.bar is not None:
                 self.bar.latest = latest
         if last:
@@ -392,7 +394,7 @@ class Run(Checkpoint):
         row: dict[str, Any] = {
             "epoch": self.progress.epoch + 1,
             "step": self.progress.step,
-            "lr": _rate(trainer),
+            "lr": self.progress.rate,
             "train_loss": means.pop("loss"),
             "train_accuracy": means.pop("accuracy"),
             **self.module.validation,
@@ -577,10 +579,6 @@ def _best_epoch(history: Sequence[Mapping[str, float]]) -> int:
         right = row.get("val_miou", row.get("val_accuracy", -math.inf))
         scores.append((right, -row.get("val_loss", math.inf)))
     return max(range(len(scores)), key=scores.__getitem__)
-
-
-def _rate(trainer: pl.Trainer) -> float:
-    return float(trainer.optimizers[0].param_groups[0]["lr"])
 
 
 def _make_model(config: TrainConfig, given: nn.Module | None, train: ImageData) -> nn.Module:
