@@ -94,7 +94,7 @@ def layer(solver: eq.Picard) -> eq.nn.GEQ:
 def numbers(model: nn.Module, x: torch.Tensor) -> list[float]:
     with eq.nn.observe(model) as seen:
         model(x)
-    found = solver_numbers(model, seen)
+    found = solver_numbers(seen)
     return [float(v) for v in found]
 
 
@@ -116,6 +116,22 @@ def test_a_tolerance_is_counted_and_fixed_steps_do_not_dilute_it() -> None:
     assert both == pytest.approx((steps + 3.0) / 2)
 
 
+def test_branches_of_fixed_steps_have_no_tolerance_to_reach() -> None:
+    """None of them tests anything: neither all nor none have converged."""
+
+    def converged(*solvers: eq.Picard) -> float:
+        torch.manual_seed(0)
+        patch = eq.Patches(channels=2, size=1)
+        branches = [eq.nn.GEQ(2, 2, patch=patch, hidden=None, solver=one) for one in solvers]
+        return numbers(eq.nn.MultiBranch(branches, (4, 2)), torch.randn(3, 2, 4, 4))[2]
+
+    fixed, tight = eq.Picard(rtol=0.0, atol=0.0, max_steps=3), eq.Picard(rtol=1e-4, max_steps=200)
+    assert math.isnan(converged(fixed, fixed))
+    assert converged(fixed, tight) == 1.0
+    with pytest.warns(ConvergenceWarning):
+        assert converged(tight, eq.Picard(rtol=1e-9, max_steps=1)) == 0.5
+
+
 def test_a_failed_sample_is_counted_and_spares_the_residual() -> None:
     x = torch.randn(4, 3)
     x[1, 0] = float("inf")
@@ -124,7 +140,7 @@ def test_a_failed_sample_is_counted_and_spares_the_residual() -> None:
     assert math.isfinite(residual)
     with eq.nn.observe(nn.Linear(3, 2)) as seen:
         pass
-    assert solver_numbers(nn.Linear(3, 2), seen) is None
+    assert solver_numbers(seen) is None
 
 
 def test_only_a_large_residual_is_worth_a_warning() -> None:

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from equilibria.adjoints.graph import blown_up
 from equilibria.engine.result import ConvergenceWarning
-from equilibria.nn import Observed, equilibrium_layers
+from equilibria.nn import Observed
 
 SOLVER_FIELDS = ("solver_steps", "residual", "converged", "failed")
 """Means over samples and layers: evaluations of the map; ‖T(z) − z‖/‖T(z)‖; the share that passed
@@ -105,20 +105,19 @@ def _means(now: list[float], before: list[float]) -> dict[str, float]:
 
 
 @torch.no_grad()
-def solver_numbers(model: nn.Module, seen: Observed) -> Tensor | None:
+def solver_numbers(seen: Observed) -> Tensor | None:
     """The four numbers of ``SOLVER_FIELDS``, [4], on the device; None where no solve was seen."""
     if not len(seen):
         return None
-    layers = equilibrium_layers(model)
     steps, relative, failed, tested = [], [], [], []
-    for name, solutions in seen.solutions.items():
-        solver = getattr(layers.get(name), "solver", None)
+    for solutions in seen.solutions.values():
         for solution in solutions:
             steps.append(solution.stats.steps.flatten().float())
             relative.append(solution.stats.relative.flatten().float())
             failed.append(blown_up(solution.result).flatten().float())
-            if not getattr(solver, "fixed_steps", False):
-                tested.append(solution.converged.flatten().float())
+            # A MultiBranch has a solve for each branch. A fixed number of steps tests nothing.
+            parts = getattr(solution, "parts", (solution,))
+            tested += [part.converged.flatten().float() for part in parts if part.stats.syncs]
     residual = torch.cat(relative)
     residual = torch.where(torch.isfinite(residual), residual, math.nan)
     share = torch.cat(tested).mean() if tested else residual.new_full((), math.nan)

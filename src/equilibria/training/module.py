@@ -207,7 +207,7 @@ class EquilibriumModule(pl.LightningModule):
                 self.model.forward(x[:_WATCHED])
             for module, mode in modes:
                 module.training = mode
-        self.metrics.add_solver(solver_numbers(self.model, seen))
+        self.metrics.add_solver(solver_numbers(seen))
         return logits
 
     def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
