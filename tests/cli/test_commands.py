@@ -170,6 +170,19 @@ def test_evaluate_at_the_converged_equilibrium_and_under_corruptions(
     assert found["corruptions"]
 
 
+def test_evaluate_reads_gray_image_files_as_predict_does(
+    trained: Path, tmp_path: Path, cli: Cli
+) -> None:
+    digits = eq.data.load("digits", "test").subset(range(100))
+    for k, (image, label) in enumerate(zip(digits.images, digits.targets.tolist(), strict=True)):
+        (tmp_path / "test" / str(label)).mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image[0].numpy()).save(tmp_path / "test" / str(label) / f"{k}.png")
+    found = cli.json("evaluate", trained, "--data", tmp_path, "--certify", "0")
+    answers = cli.json("predict", trained, tmp_path)
+    right = [each["labels"][0]["label"] == Path(each["file"]).parent.name for each in answers]
+    assert found["metrics"]["accuracy"] == pytest.approx(sum(right) / 100)
+
+
 def test_evaluate_reports_the_flip_apart(trained: Path, tmp_path: Path, cli: Cli) -> None:
     flags = ("--certify", "0", "--limit", "64")
     plain = cli.json("evaluate", trained, *flags)

@@ -49,7 +49,7 @@ def predict(
         raise fail(f"--runtime {runtime}: expected {wanted}.")
     if onnx and (radius or converged is not None):
         raise fail("--radius and --converged need the layers of a network; an ONNX file has none.")
-    model = load(weights, device_of("cpu" if onnx else device))
+    model = load(weights, device_of("cpu" if onnx else device), onnx=True)
     if onnx and not as_json:
         say("run by onnxruntime: no residuals and no certificates")
     try:
