@@ -207,7 +207,8 @@ def test_evaluate_reports_the_flip_apart(trained: Path, tmp_path: Path, cli: Cli
         ),
         (["", "--device", "abacus"], "--device abacus: expected cpu"),
         (["", "--split", "tset"], "--split tset: expected train, val or test"),
-        (["", "--converged", "-1"], "--converged -1.0 is out of range"),
+        (["", "--converged", "-1"], "--converged -1: expected a number between 0 and 1"),
+        (["", "--converged", "2"], "--converged 2: expected a number between 0 and 1"),
         (["", "--stop", "labels"], "--stop labels: expected label"),
         (["", "--steps", "2"], "--steps 2: steps=2: layer "),
         (["", "--out", __file__], "--out "),
@@ -301,6 +302,26 @@ def test_a_corrupt_image_is_named_and_refused_or_skipped(
     assert "no image" in cli.err("predict", trained, tmp_path / "empty")
 
 
+@pytest.mark.parametrize("command", ["predict", "certify", "explain"])
+def test_an_impossible_out_is_said_before_the_work(
+    command: str, trained: Path, pictures: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(eq.evaluation, "predict_files", pytest.fail)
+    monkeypatch.setattr(eq.evaluation, "certify_dataset", pytest.fail)
+    images = [] if command == "certify" else [pictures]
+    folder, under_file = pictures, pictures / "0.png" / "answers.json"
+    assert "this is a folder" in cli.err(command, trained, *images, "--out", folder)
+    assert "this is a file" in cli.err(command, trained, *images, "--out", under_file)
+
+
+def test_a_missing_file_is_said_before_others_are_answered(
+    trained: Path, pictures: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(eq.models.Network, "predict_normalized", pytest.fail)
+    given = [pictures / "0.png", pictures / "none.png", "--batch-size", "1"]
+    assert "none.png: no such file" in cli.err("predict", trained, *given)
+
+
 def test_predict_reads_any_mode_and_size(trained: Path, tmp_path: Path) -> None:
     for mode in ("RGB", "RGBA", "P", "1", "I;16"):
         picture = Image.new("I;16" if mode == "I;16" else "L", (33, 20))
@@ -328,6 +349,15 @@ def test_data_is_listed_and_checked(cli: Cli) -> None:
     assert {"digits", "cifar10"} <= {card["name"] for card in cli.json("data", "list")}
     assert cli("data", "check", "digits") == 0
     assert cli("data", "check", "nowhere") == 1
+
+
+def test_images_of_different_sizes_are_checked_at_one_size(tmp_path: Path, cli: Cli) -> None:
+    for k, name in enumerate("ab"):
+        (tmp_path / name).mkdir()
+        for side in (8, 9 + k):
+            Image.new("L", (side, side), 9).save(tmp_path / name / f"{side}.png")
+    assert "image_size" in cli.err("data", "check", tmp_path)
+    assert cli("data", "check", tmp_path, "--image-size", "8") == 0
 
 
 def test_info_names_the_versions(cli: Cli) -> None:
@@ -459,7 +489,7 @@ def test_certify_radius_states_what_is_proven_and_what_an_attack_leaves(
     assert found["lipschitz"] == pytest.approx(1.0 / 0.3759, rel=0.02)
 
 
-@pytest.mark.parametrize("given", ["0", "a", "1/0", "36/255,-1", ""])
+@pytest.mark.parametrize("given", ["0", "a", "1/0", "36/255,-1", "1e400", ""])
 def test_a_radius_that_is_none_is_refused(given: str, certified: Path, cli: Cli) -> None:
     assert "expected positive numbers" in cli.err("certify", certified, "--radius", given)
 

@@ -70,7 +70,9 @@ def test_evaluate_says_nothing_of_layers_that_an_onnx_file_does_not_have(
     assert "parameters" not in shown.out
 
 
-@pytest.mark.parametrize("command", ["certify", "bench", "explain", "explore", "export", "evaluate"])
+@pytest.mark.parametrize(
+    "command", ["certify", "bench", "explain", "explore", "export", "evaluate"]
+)
 def test_commands_that_need_layers_refuse_an_onnx_file(
     tmp_path: Path, picture: Path, command: str, cli: Cli
 ) -> None:

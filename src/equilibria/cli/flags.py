@@ -124,7 +124,7 @@ def numbers(
     """The numbers of a text with commas between, if they are what the flag takes."""
     try:
         found = [kind(part.strip()) for part in text.split(",")]
-    except (ValueError, ZeroDivisionError):
+    except (ValueError, ArithmeticError):
         found = []
     if not found or not fits(found):
         raise fail(f"{flag} {text}: expected {wanted}.")

@@ -10,8 +10,6 @@ import torch
 import typer
 from torch import nn
 
-from equilibria.engine import OptionError
-
 from .console import fail
 
 Weights = Annotated[
@@ -146,7 +144,8 @@ def solver_of(rtol: float | None) -> Any:
     """The solver to evaluate with, or None for the network's own."""
     from equilibria.solvers import Auto
 
-    try:
-        return None if rtol is None else Auto(rtol=rtol)
-    except OptionError as error:
-        raise fail(f"--converged {rtol}{error.text}") from None
+    if rtol is None:
+        return None
+    if not 0.0 < rtol < 1.0:  # at 1 every start passes, and 0 is no tolerance
+        raise fail(f"--converged {rtol:g}: expected a number between 0 and 1, such as 1e-4.")
+    return Auto(rtol=rtol)
