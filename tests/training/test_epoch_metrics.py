@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import itertools
 import math
+import time
 
 import pytest
 import torch
@@ -40,7 +42,7 @@ def test_means_do_not_depend_on_when_they_are_read_or_stored(
     metrics, other = EpochMetrics(), EpochMetrics()
     for k, (loss, right) in enumerate(rows):
         for one in (metrics, other):
-            one.add(torch.tensor(loss), torch.tensor(right), torch.tensor(32))
+            one.add(torch.tensor(loss), torch.tensor(right), torch.tensor(32), 32)
         if k in reads:
             metrics.latest()
             metrics = stored(metrics)
@@ -52,14 +54,25 @@ def test_means_do_not_depend_on_when_they_are_read_or_stored(
 
 def test_the_latest_numbers_count_from_the_last_reading() -> None:
     metrics = EpochMetrics()
-    metrics.add(torch.tensor(4.0), torch.tensor(1), torch.tensor(2))
+    metrics.add(torch.tensor(4.0), torch.tensor(1), torch.tensor(2), 2)
     assert metrics.latest()["loss"] == 4.0
     assert math.isnan(metrics.latest()["loss"])
-    metrics.add(torch.tensor(1.0), torch.tensor(2), torch.tensor(2))
+    metrics.add(torch.tensor(1.0), torch.tensor(2), torch.tensor(2), 2)
     found = metrics.latest()
     assert (found["loss"], found["accuracy"]) == (1.0, 1.0)
     assert found["samples_per_second"] > 0
     assert metrics.row() == {"loss": 2.5, "accuracy": 0.75}
+
+
+def test_the_speed_counts_images_and_not_their_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.count(0.0, 2.0)  # seconds at each look
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    metrics = EpochMetrics()
+    metrics.add(torch.tensor(1.0), torch.tensor(50), torch.tensor(100), 4)
+    assert metrics.latest()["samples_per_second"] == 2.0
+    metrics = stored(metrics)  # a resumed epoch counts from there
+    metrics.add(torch.tensor(1.0), torch.tensor(50), torch.tensor(100), 6)
+    assert metrics.speed() == {"seconds": 2.0, "images_per_second": 3.0}
 
 
 def test_a_process_whose_labels_do_not_count_takes_part_in_the_sum(
@@ -72,7 +85,7 @@ def test_a_process_whose_labels_do_not_count_takes_part_in_the_sum(
     metrics = EpochMetrics()
     metrics.state_dict()
     assert not seen  # before the first step nobody adds, whatever was loaded
-    metrics.add(torch.tensor(0.0), torch.tensor(0), torch.tensor(0))
+    metrics.add(torch.tensor(0.0), torch.tensor(0), torch.tensor(0), 2)
     metrics.state_dict()
     assert len(seen) == 1
 
