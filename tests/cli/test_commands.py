@@ -52,10 +52,11 @@ def test_flags_go_before_the_file_and_the_file_before_the_defaults(
     file = tmp_path / "run.yaml"
     file.write_text("lr: 0.5\nepochs: 9\nmodel_options: {bound: 0.8}\n")
     flags = ("--epochs", "3", "--augment", "crop,flip", "--no-nesterov", "-o", "depth=2")
+    flags += ("--devices", "0,2")
     assert cli("train", "--dry-run", "--config", file, *flags) == 0
     found = yaml.safe_load(cli.read().out)
     assert (found["lr"], found["epochs"], found["momentum"]) == (0.5, 3, 0.9)
-    assert found["augment"] == ["crop", "flip"]
+    assert (found["augment"], found["devices"]) == (["crop", "flip"], [0, 2])
     assert found["nesterov"] is False
     assert found["model_options"] == {"bound": 0.8, "depth": 2}
     assert found["out"] == str(Path("runs") / "digits-geq_digits")
@@ -91,6 +92,7 @@ def test_resume_takes_the_runs_own_configuration(trained: Path, cli: Cli) -> Non
     ("arguments", "said"),
     [
         (["--lr", "-1"], "lr"),
+        (["--seed", "4294967296"], "4294967295]"),
         (["--model", "geq_digit"], "geq_digits"),
         (["--data", "no_such_data"], "no_such_data"),
         (["--schedule", "sometimes"], "onecycle"),

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import equilibria as eq
+from equilibria.engine.options import OptionError
 from equilibria.engine.result import ConvergenceWarning
 from equilibria.training import RunExistsError, TrainConfig, fit
 from equilibria.training.run_folder import RunFolder, provenance
@@ -172,6 +173,10 @@ def test_steps_that_end_far_from_the_equilibrium_are_said(tmp_path: Path) -> Non
         ({"data": (digits()[0], None)}, {"early_stop": 1}, ValueError, "there is no validation"),
         ({"data": (digits()[0], masks())}, {}, ValueError, "differ in classes"),
         ({"data": (masks(), None), "model": None}, {"model": "geq_digits"}, ValueError, "for cl"),
+        pytest.param(
+            *({}, {"accelerator": "mps"}, OptionError, r"accelerator='mps'.*`equilibria info`"),
+            marks=pytest.mark.skipif(torch.backends.mps.is_available(), reason="it is there"),
+        ),
     ],
 )
 def test_wrong_arguments(

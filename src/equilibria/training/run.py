@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import lightning.pytorch as pl
 import safetensors.torch
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Checkpoint, LambdaCallback
 from torch import nn
 
@@ -25,6 +26,7 @@ from equilibria import models
 from equilibria._version import __version__
 from equilibria.data import ImageData
 from equilibria.engine.files import SaveError, write_bytes, write_json, write_text
+from equilibria.engine.options import OptionError
 
 from . import processes, run_folder
 from .average import WeightAverage
@@ -190,7 +192,13 @@ class Run(Checkpoint):
         return saved
 
     def _train(self, callbacks: Sequence[pl.Callback]) -> TrainResult:
-        trainer = self._trainer(callbacks)
+        try:
+            trainer = self._trainer(callbacks)
+        except MisconfigurationException as error:
+            names = ("accelerator", "devices", "strategy")
+            given = {name: getattr(self.config, name) for name in names}
+            why = f": {error} `equilibria info` lists the devices."
+            raise OptionError("TrainConfig", given, why) from error
         place: dict[str, Any] = {"device": trainer.strategy.root_device}
         place |= {"rank": trainer.global_rank, "world": trainer.world_size}
         self.batches = TrainBatches(self.data, self.config, self.progress, **place)
