@@ -21,7 +21,7 @@ from torch import Tensor
 import equilibria as eq
 from equilibria.training import TrainConfig
 from tests.cli.running import Cli, run
-from tests.data.made_files import write_parquet
+from tests.data.made_files import made, write_parquet
 
 
 @pytest.fixture(scope="module")
@@ -218,6 +218,15 @@ def test_evaluate_reports_the_flip_apart(trained: Path, tmp_path: Path, cli: Cli
 )
 def test_evaluate_refuses_nonsense(flags: list[str], said: str, trained: Path, cli: Cli) -> None:
     assert said in cli.err("evaluate", trained / flags[0], *flags[1:], "--limit", "2")
+
+
+def test_corruptions_of_maps_are_refused_before_the_evaluation(
+    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    maps = dataclasses.replace(made(masks=True), name="maps")
+    monkeypatch.setattr("equilibria.cli.evaluate.prepared", lambda *_, **__: (None, maps))
+    said = cli.err("evaluate", tmp_path, "--corruptions")
+    assert "--corruptions is for classification; maps is for segmentation" in said
 
 
 # ---------------------------------------------------------------------- certify

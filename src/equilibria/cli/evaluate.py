@@ -77,6 +77,8 @@ def evaluate(
     if out is not None:
         make_folder(out)
     model, dataset = prepared(weights, data, root, split, device, limit, onnx=True)
+    if corruptions and dataset.task != "classification":
+        raise fail(f"--corruptions is for classification; {dataset.name} is for {dataset.task}.")
     if onnx:
         certify = 0
         if not as_json:
