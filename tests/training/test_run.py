@@ -125,6 +125,7 @@ def test_a_run_is_not_written_over_unless_asked(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")  # a folder with other things is welcome
     run(config(tmp_path, epochs=2))
     (tmp_path / "nonfinite.json").write_text("{}")
+    (tmp_path / "report.html").write_text("the numbers of this run")
     before = {p: p.read_bytes() for p in tmp_path.iterdir() if p.is_file()}
     with pytest.raises(RunExistsError, match=r"already holds a run.*overwrite=True"):
         run(config(tmp_path, epochs=1))
@@ -134,6 +135,7 @@ def test_a_run_is_not_written_over_unless_asked(tmp_path: Path) -> None:
     found = run(config(tmp_path, epochs=1, seed=1), overwrite=True)
     assert (tmp_path / "notes.txt").read_text() == "mine"
     assert not (tmp_path / "nonfinite.json").exists()
+    assert not (tmp_path / "report.html").exists()  # it would be taken for that of the new run
     assert len(found.history) == 1
     assert TrainConfig.from_yaml(tmp_path / "config.yaml").seed == 1
 
