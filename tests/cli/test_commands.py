@@ -21,7 +21,7 @@ from torch import Tensor
 import equilibria as eq
 from equilibria.training import TrainConfig
 from tests.cli.running import Cli, run
-from tests.data.made_files import write_parquet
+from tests.data.made_files import made, write_parquet
 
 
 @pytest.fixture(scope="module")
@@ -52,10 +52,11 @@ def test_flags_go_before_the_file_and_the_file_before_the_defaults(
     file = tmp_path / "run.yaml"
     file.write_text("lr: 0.5\nepochs: 9\nmodel_options: {bound: 0.8}\n")
     flags = ("--epochs", "3", "--augment", "crop,flip", "--no-nesterov", "-o", "depth=2")
+    flags += ("--devices", "0,2")
     assert cli("train", "--dry-run", "--config", file, *flags) == 0
     found = yaml.safe_load(cli.read().out)
     assert (found["lr"], found["epochs"], found["momentum"]) == (0.5, 3, 0.9)
-    assert found["augment"] == ["crop", "flip"]
+    assert (found["augment"], found["devices"]) == (["crop", "flip"], [0, 2])
     assert found["nesterov"] is False
     assert found["model_options"] == {"bound": 0.8, "depth": 2}
     assert found["out"] == str(Path("runs") / "digits-geq_digits")
@@ -91,6 +92,7 @@ def test_resume_takes_the_runs_own_configuration(trained: Path, cli: Cli) -> Non
     ("arguments", "said"),
     [
         (["--lr", "-1"], "lr"),
+        (["--seed", "4294967296"], "4294967295]"),
         (["--model", "geq_digit"], "geq_digits"),
         (["--data", "no_such_data"], "no_such_data"),
         (["--schedule", "sometimes"], "onecycle"),
@@ -170,6 +172,19 @@ def test_evaluate_at_the_converged_equilibrium_and_under_corruptions(
     assert found["corruptions"]
 
 
+def test_evaluate_reads_gray_image_files_as_predict_does(
+    trained: Path, tmp_path: Path, cli: Cli
+) -> None:
+    digits = eq.data.load("digits", "test").subset(range(100))
+    for k, (image, label) in enumerate(zip(digits.images, digits.targets.tolist(), strict=True)):
+        (tmp_path / "test" / str(label)).mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image[0].numpy()).save(tmp_path / "test" / str(label) / f"{k}.png")
+    found = cli.json("evaluate", trained, "--data", tmp_path, "--certify", "0")
+    answers = cli.json("predict", trained, tmp_path)
+    right = [each["labels"][0]["label"] == Path(each["file"]).parent.name for each in answers]
+    assert found["metrics"]["accuracy"] == pytest.approx(sum(right) / 100)
+
+
 def test_evaluate_reports_the_flip_apart(trained: Path, tmp_path: Path, cli: Cli) -> None:
     flags = ("--certify", "0", "--limit", "64")
     plain = cli.json("evaluate", trained, *flags)
@@ -194,7 +209,8 @@ def test_evaluate_reports_the_flip_apart(trained: Path, tmp_path: Path, cli: Cli
         ),
         (["", "--device", "abacus"], "--device abacus: expected cpu"),
         (["", "--split", "tset"], "--split tset: expected train, val or test"),
-        (["", "--converged", "-1"], "--converged -1.0 is out of range"),
+        (["", "--converged", "-1"], "--converged -1: expected a number between 0 and 1"),
+        (["", "--converged", "2"], "--converged 2: expected a number between 0 and 1"),
         (["", "--stop", "labels"], "--stop labels: expected label"),
         (["", "--steps", "2"], "--steps 2: steps=2: layer "),
         (["", "--out", __file__], "--out "),
@@ -202,6 +218,15 @@ def test_evaluate_reports_the_flip_apart(trained: Path, tmp_path: Path, cli: Cli
 )
 def test_evaluate_refuses_nonsense(flags: list[str], said: str, trained: Path, cli: Cli) -> None:
     assert said in cli.err("evaluate", trained / flags[0], *flags[1:], "--limit", "2")
+
+
+def test_corruptions_of_maps_are_refused_before_the_evaluation(
+    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    maps = dataclasses.replace(made(masks=True), name="maps")
+    monkeypatch.setattr("equilibria.cli.evaluate.prepared", lambda *_, **__: (None, maps))
+    said = cli.err("evaluate", tmp_path, "--corruptions")
+    assert "--corruptions is for classification; maps is for segmentation" in said
 
 
 # ---------------------------------------------------------------------- certify
@@ -288,6 +313,26 @@ def test_a_corrupt_image_is_named_and_refused_or_skipped(
     assert "no image" in cli.err("predict", trained, tmp_path / "empty")
 
 
+@pytest.mark.parametrize("command", ["predict", "certify", "explain"])
+def test_an_impossible_out_is_said_before_the_work(
+    command: str, trained: Path, pictures: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(eq.evaluation, "predict_files", pytest.fail)
+    monkeypatch.setattr(eq.evaluation, "certify_dataset", pytest.fail)
+    images = [] if command == "certify" else [pictures]
+    folder, under_file = pictures, pictures / "0.png" / "answers.json"
+    assert "this is a folder" in cli.err(command, trained, *images, "--out", folder)
+    assert "this is a file" in cli.err(command, trained, *images, "--out", under_file)
+
+
+def test_a_missing_file_is_said_before_others_are_answered(
+    trained: Path, pictures: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(eq.models.Network, "predict_normalized", pytest.fail)
+    given = [pictures / "0.png", pictures / "none.png", "--batch-size", "1"]
+    assert "none.png: no such file" in cli.err("predict", trained, *given)
+
+
 def test_predict_reads_any_mode_and_size(trained: Path, tmp_path: Path) -> None:
     for mode in ("RGB", "RGBA", "P", "1", "I;16"):
         picture = Image.new("I;16" if mode == "I;16" else "L", (33, 20))
@@ -315,6 +360,15 @@ def test_data_is_listed_and_checked(cli: Cli) -> None:
     assert {"digits", "cifar10"} <= {card["name"] for card in cli.json("data", "list")}
     assert cli("data", "check", "digits") == 0
     assert cli("data", "check", "nowhere") == 1
+
+
+def test_images_of_different_sizes_are_checked_at_one_size(tmp_path: Path, cli: Cli) -> None:
+    for k, name in enumerate("ab"):
+        (tmp_path / name).mkdir()
+        for side in (8, 9 + k):
+            Image.new("L", (side, side), 9).save(tmp_path / name / f"{side}.png")
+    assert "image_size" in cli.err("data", "check", tmp_path)
+    assert cli("data", "check", tmp_path, "--image-size", "8") == 0
 
 
 def test_info_names_the_versions(cli: Cli) -> None:
@@ -446,7 +500,7 @@ def test_certify_radius_states_what_is_proven_and_what_an_attack_leaves(
     assert found["lipschitz"] == pytest.approx(1.0 / 0.3759, rel=0.02)
 
 
-@pytest.mark.parametrize("given", ["0", "a", "1/0", "36/255,-1", ""])
+@pytest.mark.parametrize("given", ["0", "a", "1/0", "36/255,-1", "1e400", ""])
 def test_a_radius_that_is_none_is_refused(given: str, certified: Path, cli: Cli) -> None:
     assert "expected positive numbers" in cli.err("certify", certified, "--radius", given)
 

@@ -51,6 +51,37 @@ def test_predict_names_what_an_onnx_file_cannot(
     assert said in cli.err("predict", written(tmp_path / "m.onnx"), picture, *flags)
 
 
+def test_evaluate_says_nothing_of_layers_that_an_onnx_file_does_not_have(
+    tmp_path: Path, cli: Cli
+) -> None:
+    file = written(tmp_path / "m.onnx")
+    for name in "xyz":
+        (tmp_path / "data" / "test" / name).mkdir(parents=True)
+        Image.new("L", (8, 8), 200).save(tmp_path / "data" / "test" / name / "0.png")
+    found = cli.json("evaluate", file, "--data", tmp_path / "data")
+    assert found["certificates"] is None
+    (layer,) = found["layers"].values()
+    assert (layer["fixed_steps"], layer["mean_steps"], layer["solver"]) == (True, 6.0, "")
+    assert layer["settled"] is None  # no residual was measured
+    assert cli("evaluate", file, "--data", tmp_path / "data") == 0
+    shown = cli.read()
+    assert "no certificates" in shown.err
+    assert "fixed steps" in shown.out
+    assert "parameters" not in shown.out
+
+
+@pytest.mark.parametrize(
+    "command", ["certify", "bench", "explain", "explore", "export", "evaluate"]
+)
+def test_commands_that_need_layers_refuse_an_onnx_file(
+    tmp_path: Path, picture: Path, command: str, cli: Cli
+) -> None:
+    (tmp_path / "m.onnx").write_bytes(b"")
+    rest = {"explain": [picture], "export": ["--out", tmp_path / "b.onnx"]}.get(command, [])
+    rest += ["--converged", "1e-4"] if command == "evaluate" else []
+    assert "an ONNX file has none" in cli.err(command, tmp_path / "m.onnx", *rest)
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

@@ -64,6 +64,17 @@ def test_files_that_name_no_split_are_split(tmp_path: Path) -> None:
         data.load("cifar10", root=tmp_path)  # it is not said to be that set
 
 
+def test_every_split_has_the_classes_of_all(tmp_path: Path) -> None:
+    """Labels without names: a small test split without the last class has it all the same."""
+    for split, labels in (("train", [0, 1, 2]), ("test", [1, 0, 1])):
+        columns = {"img": [png(p) for p in pictures(3)], "label": labels}
+        write_parquet(tmp_path / f"{split}.parquet", columns)
+    for split in ("train", "test"):
+        assert data.load(tmp_path, split, progress=False).classes == ("0", "1", "2")
+    (tmp_path / "train.parquet").write_bytes(b"damaged")
+    assert data.load(tmp_path, "test", progress=False).classes == ("0", "1")
+
+
 def test_superclasses_come_along(tmp_path: Path) -> None:
     pixels = pictures(4, 32, 32)
     labels = {"fine_label": [0, 99, 53, 0], "coarse_label": [4, 13, 4, 4]}

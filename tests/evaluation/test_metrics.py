@@ -93,6 +93,14 @@ def test_samples_that_are_not_finite_are_named_and_never_averaged() -> None:
     assert caught.value.samples == (3, 7)
 
 
+def test_one_process_of_several_evaluates_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The report of a training on several devices is made by the first; nobody else answers."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    logits, targets = torch.randn(20, 3), torch.arange(20) % 3
+    found = classification_metrics(logits, targets).confusion
+    np.testing.assert_array_equal(found, confusion_matrix(targets, logits.argmax(1)))
+
+
 def test_all_samples_not_finite() -> None:
     found = classification_metrics(torch.full((4, 3), math.nan), torch.tensor([0, 1, 2, 0]))
     assert found.accuracy == 0.0

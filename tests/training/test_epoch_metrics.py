@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import itertools
 import math
+import time
 
 import pytest
 import torch
@@ -40,7 +42,7 @@ def test_means_do_not_depend_on_when_they_are_read_or_stored(
     metrics, other = EpochMetrics(), EpochMetrics()
     for k, (loss, right) in enumerate(rows):
         for one in (metrics, other):
-            one.add(torch.tensor(loss), torch.tensor(right), torch.tensor(32))
+            one.add(torch.tensor(loss), torch.tensor(right), torch.tensor(32), 32)
         if k in reads:
             metrics.latest()
             metrics = stored(metrics)
@@ -52,14 +54,25 @@ def test_means_do_not_depend_on_when_they_are_read_or_stored(
 
 def test_the_latest_numbers_count_from_the_last_reading() -> None:
     metrics = EpochMetrics()
-    metrics.add(torch.tensor(4.0), torch.tensor(1), torch.tensor(2))
+    metrics.add(torch.tensor(4.0), torch.tensor(1), torch.tensor(2), 2)
     assert metrics.latest()["loss"] == 4.0
     assert math.isnan(metrics.latest()["loss"])
-    metrics.add(torch.tensor(1.0), torch.tensor(2), torch.tensor(2))
+    metrics.add(torch.tensor(1.0), torch.tensor(2), torch.tensor(2), 2)
     found = metrics.latest()
     assert (found["loss"], found["accuracy"]) == (1.0, 1.0)
     assert found["samples_per_second"] > 0
     assert metrics.row() == {"loss": 2.5, "accuracy": 0.75}
+
+
+def test_the_speed_counts_images_and_not_their_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.count(0.0, 2.0)  # seconds at each look
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    metrics = EpochMetrics()
+    metrics.add(torch.tensor(1.0), torch.tensor(50), torch.tensor(100), 4)
+    assert metrics.latest()["samples_per_second"] == 2.0
+    metrics = stored(metrics)  # a resumed epoch counts from there
+    metrics.add(torch.tensor(1.0), torch.tensor(50), torch.tensor(100), 6)
+    assert metrics.speed() == {"seconds": 2.0, "images_per_second": 3.0}
 
 
 def test_a_process_whose_labels_do_not_count_takes_part_in_the_sum(
@@ -72,7 +85,7 @@ def test_a_process_whose_labels_do_not_count_takes_part_in_the_sum(
     metrics = EpochMetrics()
     metrics.state_dict()
     assert not seen  # before the first step nobody adds, whatever was loaded
-    metrics.add(torch.tensor(0.0), torch.tensor(0), torch.tensor(0))
+    metrics.add(torch.tensor(0.0), torch.tensor(0), torch.tensor(0), 2)
     metrics.state_dict()
     assert len(seen) == 1
 
@@ -94,7 +107,7 @@ def layer(solver: eq.Picard) -> eq.nn.GEQ:
 def numbers(model: nn.Module, x: torch.Tensor) -> list[float]:
     with eq.nn.observe(model) as seen:
         model(x)
-    found = solver_numbers(model, seen)
+    found = solver_numbers(seen)
     return [float(v) for v in found]
 
 
@@ -116,6 +129,22 @@ def test_a_tolerance_is_counted_and_fixed_steps_do_not_dilute_it() -> None:
     assert both == pytest.approx((steps + 3.0) / 2)
 
 
+def test_branches_of_fixed_steps_have_no_tolerance_to_reach() -> None:
+    """None of them tests anything: neither all nor none have converged."""
+
+    def converged(*solvers: eq.Picard) -> float:
+        torch.manual_seed(0)
+        patch = eq.Patches(channels=2, size=1)
+        branches = [eq.nn.GEQ(2, 2, patch=patch, hidden=None, solver=one) for one in solvers]
+        return numbers(eq.nn.MultiBranch(branches, (4, 2)), torch.randn(3, 2, 4, 4))[2]
+
+    fixed, tight = eq.Picard(rtol=0.0, atol=0.0, max_steps=3), eq.Picard(rtol=1e-4, max_steps=200)
+    assert math.isnan(converged(fixed, fixed))
+    assert converged(fixed, tight) == 1.0
+    with pytest.warns(ConvergenceWarning):
+        assert converged(tight, eq.Picard(rtol=1e-9, max_steps=1)) == 0.5
+
+
 def test_a_failed_sample_is_counted_and_spares_the_residual() -> None:
     x = torch.randn(4, 3)
     x[1, 0] = float("inf")
@@ -124,7 +153,7 @@ def test_a_failed_sample_is_counted_and_spares_the_residual() -> None:
     assert math.isfinite(residual)
     with eq.nn.observe(nn.Linear(3, 2)) as seen:
         pass
-    assert solver_numbers(nn.Linear(3, 2), seen) is None
+    assert solver_numbers(seen) is None
 
 
 def test_only_a_large_residual_is_worth_a_warning() -> None:

@@ -84,6 +84,14 @@ def test_tensorboard_has_the_numbers_of_the_run(tmp_path: Path) -> None:
     assert found["epoch/val_accuracy"][1][1] == pytest.approx(result.metrics["val_accuracy"])
 
 
+def test_the_rate_is_that_of_the_step_and_not_of_the_next(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"schedule": "step", "milestones": [1, 2], "lr": 0.1, "drop": 0.5}
+    result = run(config(tmp_path, log_every=1, loggers=["tensorboard"], **options))
+    assert [row["lr"] for row in result.history] == pytest.approx([0.1, 0.05, 0.025])
+    found = [value for _, value in scalars(tmp_path)["train/lr"]]
+    assert found == pytest.approx([0.1] * 6 + [0.05] * 6 + [0.025] * 6)
+
+
 def test_after_a_resume_no_step_is_logged_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import equilibria as eq
+from equilibria.engine.options import OptionError
 from equilibria.engine.result import ConvergenceWarning
 from equilibria.training import RunExistsError, TrainConfig, fit
 from equilibria.training.run_folder import RunFolder, provenance
@@ -124,6 +125,7 @@ def test_a_run_is_not_written_over_unless_asked(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")  # a folder with other things is welcome
     run(config(tmp_path, epochs=2))
     (tmp_path / "nonfinite.json").write_text("{}")
+    (tmp_path / "report.html").write_text("the numbers of this run")
     before = {p: p.read_bytes() for p in tmp_path.iterdir() if p.is_file()}
     with pytest.raises(RunExistsError, match=r"already holds a run.*overwrite=True"):
         run(config(tmp_path, epochs=1))
@@ -133,6 +135,7 @@ def test_a_run_is_not_written_over_unless_asked(tmp_path: Path) -> None:
     found = run(config(tmp_path, epochs=1, seed=1), overwrite=True)
     assert (tmp_path / "notes.txt").read_text() == "mine"
     assert not (tmp_path / "nonfinite.json").exists()
+    assert not (tmp_path / "report.html").exists()  # it would be taken for that of the new run
     assert len(found.history) == 1
     assert TrainConfig.from_yaml(tmp_path / "config.yaml").seed == 1
 
@@ -172,6 +175,10 @@ def test_steps_that_end_far_from_the_equilibrium_are_said(tmp_path: Path) -> Non
         ({"data": (digits()[0], None)}, {"early_stop": 1}, ValueError, "there is no validation"),
         ({"data": (digits()[0], masks())}, {}, ValueError, "differ in classes"),
         ({"data": (masks(), None), "model": None}, {"model": "geq_digits"}, ValueError, "for cl"),
+        pytest.param(
+            *({}, {"accelerator": "mps"}, OptionError, r"accelerator='mps'.*`equilibria info`"),
+            marks=pytest.mark.skipif(torch.backends.mps.is_available(), reason="it is there"),
+        ),
     ],
 )
 def test_wrong_arguments(

@@ -347,8 +347,8 @@ def test_figure_4_3_has_the_weights_of_its_epochs(tmp_path: Path) -> None:
 # Callbacks: a limit of time, and copies of the weights on the way.
 
 
-def _progress(folder: Path) -> dict[str, int]:
-    found: dict[str, int] = read_checkpoint(folder / "last.ckpt")["equilibria"]["progress"]
+def _progress(folder: Path) -> dict[str, float]:
+    found: dict[str, float] = read_checkpoint(folder / "last.ckpt")["equilibria"]["progress"]
     return found
 
 
@@ -359,7 +359,7 @@ def test_it_stops_after_a_step_without_a_signal(
     monkeypatch.setattr(signal, "raise_signal", sent.append)
     with pytest.raises(Interrupted, match="Go on with"):
         run(config(tmp_path), callbacks=[StopWhenAsked(Stop(time.time()))])
-    assert _progress(tmp_path) == {"epoch": 0, "batch": 1, "step": 1}
+    assert _progress(tmp_path).items() >= {"epoch": 0, "batch": 1, "step": 1}.items()
     assert not sent
 
 

@@ -10,7 +10,7 @@ import typer
 
 from equilibria.engine import write_json
 
-from .console import fail, output, print_json, print_table, say
+from .console import check_file, fail, output, print_json, print_table, say
 from .flags import numbers
 from .loading import Data, Device, Json, Root, Split, Weights, prepared
 
@@ -60,10 +60,13 @@ def certify(
     radii = None
     if radius is not None:
         wanted = "positive numbers, such as 36/255,72/255 or 0.1,0.5"
-        given = numbers("--radius", radius, Fraction, lambda found: min(found) > 0, wanted)
-        radii = [float(r) for r in given]
+        radii = numbers(
+            "--radius", radius, lambda r: float(Fraction(r)), lambda found: min(found) > 0, wanted
+        )
     if attack and radii is None:
         raise fail("--attack goes with --radius.", "Such as --radius 36/255,72/255 --attack.")
+    if out is not None:
+        check_file(out)
     model, dataset = prepared(weights, data, root, split, device, images)
     if radii is not None:
         _labels(model, dataset, radii, norm, attack, out, as_json)

@@ -94,3 +94,10 @@ def make_folder(path: Path) -> Path:
     if not os.access(path, os.W_OK):
         raise fail(f"--out {path}: the folder cannot be written to.")
     return path
+
+
+def check_file(path: Path) -> None:
+    """An error that names the flag where no file can be written, before work is spent on it."""
+    if path.is_dir():
+        raise fail(f"--out {path}: this is a folder; expected the name of a file.")
+    make_folder(path.parent)

@@ -43,12 +43,15 @@ def download(
 def check(
     name: Annotated[str, typer.Argument(help="A name, or a folder of class folders.")],
     root: Root = None,
+    image_size: Annotated[
+        int | None, typer.Option(min=1, help="Pixels of a side, for images of different sizes.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Read every image of a data set and compare what is known of it: counts, classes, means."""
     from equilibria import data as datasets
 
-    report = datasets.check(name, root=root)
+    report = datasets.check(name, root=root, image_size=image_size)
     if as_json:
         print_json(report.to_dict())
     else:

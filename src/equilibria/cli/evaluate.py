@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .console import fail, make_folder, output, print_json
+from .console import fail, make_folder, output, print_json, say
 from .flags import numbers
 from .loading import (
     Batch,
@@ -71,9 +71,18 @@ def evaluate(
     solver = solver_of(converged)
     if stop not in (None, "label"):
         raise fail(f"--stop {stop}: expected label.")
+    onnx = weights.suffix.lower() == ".onnx"
+    if onnx and (converged, steps, stop) != (None, None, None):
+        raise fail("--converged, --steps and --stop need layers, and an ONNX file has none.")
     if out is not None:
         make_folder(out)
-    model, dataset = prepared(weights, data, root, split, device, limit)
+    model, dataset = prepared(weights, data, root, split, device, limit, onnx=True)
+    if corruptions and dataset.task != "classification":
+        raise fail(f"--corruptions is for classification; {dataset.name} is for {dataset.task}.")
+    if onnx:
+        certify = 0
+        if not as_json:
+            say("run by onnxruntime: no residuals and no certificates")
     if steps is not None:
         try:
             set_steps(model, steps)

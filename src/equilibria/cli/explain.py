@@ -9,7 +9,7 @@ import typer
 
 from equilibria.engine.files import write_text
 
-from .console import fail, say
+from .console import check_file, say
 from .loading import Converged, Device, Weights, device_of, load, solver_of
 
 
@@ -38,8 +38,7 @@ def explain(
     from equilibria import evaluation
     from equilibria.models.certified import CertifiedNet
 
-    if out.is_dir():
-        raise fail(f"--out {out}: this is a folder; expected the name of an HTML file.")
+    check_file(out)
     model, solver = load(weights, device_of(device)), solver_of(converged)
     wanted = isinstance(model, CertifiedNet) if radius is None else radius
     answers = evaluation.predict_files(

@@ -107,8 +107,10 @@ def from_flags(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(value, str) or hints[name] in (str, str | None):
             found[name] = value
             continue
-        # "crop,flip" is a list as well as "[crop, flip]".
-        listed = typing.get_origin(hints[name]) is tuple and not value.lstrip().startswith("[")
+        # "crop,flip" is a list as well as "[crop, flip]"; where one value will do, "0,1" is.
+        kinds = [typing.get_origin(kind) for kind in typing.get_args(hints[name])]
+        listed = typing.get_origin(hints[name]) is tuple or (tuple in kinds and "," in value)
+        listed = listed and not value.lstrip().startswith("[")
         try:
             found[name] = yaml.safe_load(f"[{value}]" if listed else value)
         except yaml.YAMLError as error:
@@ -124,7 +126,7 @@ def numbers(
     """The numbers of a text with commas between, if they are what the flag takes."""
     try:
         found = [kind(part.strip()) for part in text.split(",")]
-    except (ValueError, ZeroDivisionError):
+    except (ValueError, ArithmeticError):
         found = []
     if not found or not fits(found):
         raise fail(f"{flag} {text}: expected {wanted}.")

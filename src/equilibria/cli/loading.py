@@ -10,15 +10,13 @@ import torch
 import typer
 from torch import nn
 
-from equilibria.engine import OptionError
-
 from .console import fail
 
 Weights = Annotated[
     Path,
     typer.Argument(
-        help="A trained network: model.safetensors, the folder of a run that holds it, or an "
-        "exported .onnx file."
+        help="A trained network: model.safetensors, the folder of a run that holds it, or, for "
+        "evaluate, predict and serve, an exported .onnx file."
     ),
 ]
 Device = Annotated[
@@ -67,8 +65,8 @@ def device_of(name: str | None) -> torch.device:
     return device
 
 
-def load(path: Path, device: torch.device) -> nn.Module:
-    """The network in ``path``, in eval mode."""
+def load(path: Path, device: torch.device, *, onnx: bool = False) -> nn.Module:
+    """The network in ``path``, in eval mode; ``onnx``: whether one without layers will do."""
     from equilibria import models
 
     file = path / "model.safetensors" if path.is_dir() else path
@@ -82,7 +80,12 @@ def load(path: Path, device: torch.device) -> nn.Module:
             "Give the run folder that `equilibria train` printed, or its model.safetensors.",
         )
     if file.suffix.lower() == ".onnx":
-        return models.load_onnx(file)
+        if onnx:
+            return models.load_onnx(file)
+        raise fail(
+            f"{file}: this needs the layers of a network, and an ONNX file has none.",
+            "Give the run, or its model.safetensors, that the file was exported from.",
+        )
     # Published weights may be stored in half precision; images come in float32.
     return models.load(file, device=str(device), dtype=torch.float32)
 
@@ -94,6 +97,8 @@ def prepared(
     split: str,
     device: str | None,
     limit: int | None = None,
+    *,
+    onnx: bool = False,
 ) -> tuple[Any, Any]:
     """The network, on the device, and the data to judge it on."""
     from equilibria import data as datasets
@@ -104,7 +109,7 @@ def prepared(
         split_of(split)
     except datasets.DataError:
         raise fail(f"--split {split}: expected train, val or test.") from None
-    model: Any = load(weights, device_of(device))
+    model: Any = load(weights, device_of(device), onnx=onnx)
     extra: dict[str, Any] = model.extra
     name = data or extra.get("data")
     if name is None:
@@ -117,9 +122,12 @@ def prepared(
         root = None if own is None else Path(own)
     size = extra.get("image_size")  # of the images that it was trained on
     size = trained_side(size, model.task == "segmentation") if size else None
-    dataset = datasets.load(name, split, root=root, image_size=size)
-    if extra.get("mean"):
-        channels, given = len(extra["mean"]), dataset.images.shape[1]
+    channels = len(extra.get("mean") or ())
+    # Image files are gray or color as the network asks, which is what `predict` makes of them.
+    wanted = channels if channels in (1, 3) and name not in datasets.names() else None
+    dataset = datasets.load(name, split, root=root, image_size=size, channels=wanted)
+    if channels:
+        given = dataset.images.shape[1]
         if channels != given:
             raise fail(
                 f"the network was trained on images of {channels} channel(s), those of {name} "
@@ -136,7 +144,8 @@ def solver_of(rtol: float | None) -> Any:
     """The solver to evaluate with, or None for the network's own."""
     from equilibria.solvers import Auto
 
-    try:
-        return None if rtol is None else Auto(rtol=rtol)
-    except OptionError as error:
-        raise fail(f"--converged {rtol}{error.text}") from None
+    if rtol is None:
+        return None
+    if not 0.0 < rtol < 1.0:  # at 1 every start passes, and 0 is no tolerance
+        raise fail(f"--converged {rtol:g}: expected a number between 0 and 1, such as 1e-4.")
+    return Auto(rtol=rtol)

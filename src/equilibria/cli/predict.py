@@ -9,7 +9,7 @@ import typer
 
 from equilibria.engine import write_json
 
-from .console import fail, print_json, print_table, say
+from .console import check_file, fail, print_json, print_table, say
 from .loading import Batch, Converged, Device, Json, Weights, device_of, load, solver_of
 
 
@@ -49,7 +49,9 @@ def predict(
         raise fail(f"--runtime {runtime}: expected {wanted}.")
     if onnx and (radius or converged is not None):
         raise fail("--radius and --converged need the layers of a network; an ONNX file has none.")
-    model = load(weights, device_of("cpu" if onnx else device))
+    if out is not None:
+        check_file(out)
+    model = load(weights, device_of("cpu" if onnx else device), onnx=True)
     if onnx and not as_json:
         say("run by onnxruntime: no residuals and no certificates")
     try:

@@ -36,7 +36,8 @@ def serve(
         options = ServeOptions(**given)
     except OptionError as error:
         raise fail(str(error)) from None
-    model: Any = load(weights, device_of("cpu" if weights.suffix.lower() == ".onnx" else device))
+    onnx = weights.suffix.lower() == ".onnx"
+    model: Any = load(weights, device_of("cpu" if onnx else device), onnx=True)
     app = create_app(model, options)
     say(f"serving {weights} at http://{host}:{port} (Ctrl-C ends it)")
     quiet: Any = {"log_level": "warning", "server_header": False}

@@ -8,7 +8,7 @@ import itertools
 import json
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,7 @@ def read_parquet(folder: Path, asked: str, card: DataCard | None) -> Found | Non
         masks = files.image_rows(mask)
         return Found(column, None, card.classes, split, files.paths, masks, camvid_ids())
     label = files.choose(files.integers(), _LABELS, "a column of integer labels")
-    known = (card.classes, card.num_classes) if card is not None else ((), 0)
+    known = (card.classes, card.num_classes) if card is not None else ((), _count(named, label))
     labels, classes = files.labels(label, *known)
     if len(classes) < 2:
         raise DataError(f"{files.paths[0]}: one class only; to tell classes apart, two are needed.")
@@ -77,6 +77,20 @@ def read_parquet(folder: Path, asked: str, card: DataCard | None) -> Found | Non
         return found
     above, names = files.labels(_COARSE, card.superclasses if card is not None else ())
     return replace(found, superclasses=above, superclass_names=names)
+
+
+def _count(named: Mapping[str, Sequence[Path]], label: str) -> int:
+    """How many classes labels without names have in all splits: a small one may lack the last."""
+    import pyarrow.compute as pc  # type: ignore[import-untyped, unused-ignore]
+
+    count = 0
+    for parts in named.values():
+        with contextlib.suppress(DataError):  # of another split: it is said where that is read
+            files = ParquetFiles(parts)
+            if label in files.integers():
+                top = pc.max(files.column(label)).as_py() or 0
+                count = max(count, top + 1 if top < MOST_CLASSES else 0)
+    return count
 
 
 def parquet_images(file: Path) -> list[ImageRow]:

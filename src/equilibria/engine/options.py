@@ -99,7 +99,8 @@ def check_number(
     if optional and value is None:
         return
     kind = "an integer" if integer else "a number"
-    allowed = f"{kind} in {'(' if low_open or low == -math.inf else '['}{low:g}, {high:g}" + (
+    ends = [str(end) if isinstance(end, int) else f"{end:g}" for end in (low, high)]
+    allowed = f"{kind} in {'(' if low_open or low == -math.inf else '['}{', '.join(ends)}" + (
         ")" if high_open or high == math.inf else "]"
     )
     if optional:

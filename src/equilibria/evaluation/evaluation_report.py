@@ -105,10 +105,12 @@ class Report:
 
     def table(self) -> Any:
         """For ``rich.print``: the metrics, and beneath them the solvers and the certificates."""
+        # A file that onnxruntime runs has none.
+        size = f"{self.parameters:,} parameters; " if self.parameters else ""
         parts = [
             self._metrics_table(),
             f"{self.metrics.samples:,} samples, {len(self.classes)} classes; "
-            f"{self.parameters:,} parameters; {self.seconds:.1f} s on {self.device}",
+            f"{size}{self.seconds:.1f} s on {self.device}",
         ]
         if self.statistics:
             others = {} if self.converged is None else self.converged.statistics

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from equilibria.adjoints.graph import blown_up
 from equilibria.engine.adjoint import Adjoint
 from equilibria.engine.result import Result, Solution
 from equilibria.engine.solver import SolverOptions
@@ -72,6 +73,7 @@ class SolverStatistics:
     """The solves of one layer, one for each sample and pass."""
 
     solver: str
+    """Empty for a network that onnxruntime runs: its file does not say."""
     chosen: str
     """What the solver chose to run where it chooses (``Auto``), else empty."""
     solves: int
@@ -86,7 +88,7 @@ class SolverStatistics:
     fixed-step solve it is that of the last iterate but one. Solves that ended as NaN are left out.
     """
     settled: float
-    """Share of solves with a relative residual of at most 1e-3."""
+    """Share of solves with a relative residual of at most 1e-3; NaN where nobody looked at it."""
 
     QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 
@@ -127,7 +129,7 @@ def solver_table(*sets: Mapping[str, SolverStatistics]) -> Any:
             most = "" if part.fixed_steps else f" (max {part.max_steps})"
             table.add_row(
                 layer_label(name),
-                part.solver.split("(")[0] + (f"\n→ {part.chosen}" if part.chosen else ""),
+                (part.solver.split("(")[0] or "–") + (f"\n→ {part.chosen}" if part.chosen else ""),
                 f"{part.mean_steps:.4g}{most}",
                 number(float(part.residual[3]), 2),
                 number(float(part.residual[5]), 2),
@@ -177,18 +179,19 @@ class SolverRecorder:
         result, steps, relative = (torch.cat([t.flatten() for t in ts]).cpu() for ts in tensors)
         counts = torch.bincount(result.long(), minlength=len(Result)).tolist()
         residual = relative.double()
+        looked = residual[residual.isfinite() | blown_up(result)]
         known = residual[residual.isfinite()].sort().values
         at = torch.tensor(SolverStatistics.QUANTILES, dtype=torch.float64)
         quantiles = torch.full_like(at, float("nan"))
         if known.numel():
             quantiles = known[(at * (known.numel() - 1)).round().long()]
         return SolverStatistics(
-            solver=repr(solver),
+            solver="" if solver is None else repr(solver),
             chosen=", ".join(sorted(set(choices))) if isinstance(solver, Auto) else "",
             solves=len(result),
             results={code.name: counts[code] for code in Result if counts[code]},
-            fixed_steps=isinstance(solver, SolverOptions) and solver.fixed_steps,
+            fixed_steps=counts[Result.fixed_steps] > 0 or getattr(solver, "fixed_steps", False),
             histogram=torch.bincount(steps.long()),
             residual=quantiles,
-            settled=float((residual <= SETTLED).double().mean()),
+            settled=float((looked <= SETTLED).double().mean()),
         )

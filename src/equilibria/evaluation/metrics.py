@@ -157,6 +157,8 @@ class _Meter:
         with needs("torchmetrics", "Evaluation"):
             from torchmetrics.classification import MulticlassConfusionMatrix
         how: dict[str, Any] = {"ignore_index": _IGNORED, "validate_args": False}
+        # Of this process alone, as the sums: in a training of several one may evaluate by itself.
+        how["sync_on_compute"] = False
         self._confusion = MulticlassConfusionMatrix(classes, **how)
         self._bad: list[Tensor] = []
 

@@ -47,6 +47,8 @@ def predict_files(
     check_whole("top", top, 1)
     check_whole("batch_size", batch_size, 1)
     files = _files(paths)
+    if not skip_corrupt:  # before the first image is answered
+        _check_there(files)
     network = with_solver(getattr(model, "_orig_mod", model), solver)
     if not isinstance(network, Network):
         raise TypeError(
@@ -62,8 +64,7 @@ def predict_files(
             images: list[Tensor] = []
             for file in files[start : start + batch_size]:
                 try:
-                    if isinstance(file, Path) and not file.exists():
-                        raise ValueError(f"{file}: no such file.")
+                    _check_there([file])
                     pixels = read_image(file, network.in_channels)
                 except ValueError as error:
                     if not skip_corrupt:
@@ -82,6 +83,12 @@ def predict_files(
         noun = "file" if len(skipped) == 1 else "files"
         warnings.warn(f"skipped {len(skipped)} {noun}; the first: {skipped[0]}", stacklevel=2)
     return found
+
+
+def _check_there(files: Iterable[Encoded]) -> None:
+    for file in files:
+        if isinstance(file, Path) and not file.exists():
+            raise ValueError(f"{file}: no such file.")
 
 
 def _files(paths: Iterable[str | Path]) -> list[Encoded]:

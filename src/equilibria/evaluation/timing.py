@@ -335,7 +335,8 @@ _ADVICE = {
     "backward": (
         "looser adjoint",
         "is in the backward pass, by implicit gradients",
-        "adjoint=eq.Implicit(solver=eq.GMRES(rtol=1e-3)), or eq.Phantom(...)",
+        "adjoint=eq.Implicit(solver=...) with 10 times its rtol, or eq.Phantom(...); check the "
+        "accuracy on your data",
     ),
 }
 """Of a part: name, reason, what to do."""

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from equilibria.adjoints.graph import blown_up
 from equilibria.engine.result import ConvergenceWarning
-from equilibria.nn import Observed, equilibrium_layers
+from equilibria.nn import Observed
 
 SOLVER_FIELDS = ("solver_steps", "residual", "converged", "failed")
 """Means over samples and layers: evaluations of the map; ‖T(z) − z‖/‖T(z)‖; the share that passed
@@ -34,15 +34,19 @@ class EpochMetrics:
     def __init__(self) -> None:
         # Loss times samples, right answers, samples; then the solver's numbers and their counts.
         self._sums = torch.zeros(11, dtype=torch.float64)
-        self._window = self._start = [0.0] * 11
+        self._window = [0.0] * 11
+        # Of this process since it began the epoch; of maps the labels count pixels, not images.
+        self._images = self._window_images = 0
         self._began = self._window_began = time.perf_counter()
         self._added = False
         self.gradient_norm: Tensor | None = None
         """Of the latest step."""
 
-    def add(self, loss: Tensor, right: Tensor, count: Tensor) -> None:
-        """A step: mean loss, number of right answers, of how many. Does not wait for the device."""
+    def add(self, loss: Tensor, right: Tensor, count: Tensor, images: int) -> None:
+        """A step: mean loss, number of right answers, of how many labels, in how many images. Does
+        not wait for the device."""
         sums = self._on(loss.device)
+        self._images += images
         row = (loss.to(sums.dtype) * count, right, count)
         sums[:3] += torch.stack([value.to(sums.dtype) for value in row])
 
@@ -62,8 +66,8 @@ class EpochMetrics:
         """Loss, accuracy, speed since the last call, solver means of the epoch. Waits."""
         now, before = self._sums.tolist(), self._window
         clock, began = time.perf_counter(), self._window_began
-        self._window, self._window_began = now, clock
-        rate = (now[2] - before[2]) / max(clock - began, 1e-9)
+        rate = (self._images - self._window_images) / max(clock - began, 1e-9)
+        self._window, self._window_began, self._window_images = now, clock, self._images
         return {**_means(now, before), "samples_per_second": rate}
 
     def row(self) -> dict[str, float]:
@@ -73,12 +77,15 @@ class EpochMetrics:
     def speed(self) -> dict[str, float]:
         """Seconds and images per second since the epoch began or was resumed."""
         seconds = time.perf_counter() - self._began
-        rate = (float(self._sums[2]) - self._start[2]) / seconds
+        rate = self._images / seconds
         return {"seconds": round(seconds, 3), "images_per_second": round(rate, 1)}
 
     def reduce(self, device: torch.device) -> None:
         self._sums = self._sums.to(device)
         torch.distributed.all_reduce(self._sums)
+        images = torch.tensor(self._images, device=device)
+        torch.distributed.all_reduce(images)
+        self._images = int(images)
 
     def state_dict(self) -> dict[str, Any]:
         """The sums, of all processes together: each takes part, also one whose labels so far do not
@@ -90,8 +97,8 @@ class EpochMetrics:
         return {"sums": sums.tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._start = self._window = list(state["sums"])
-        self._sums = torch.tensor(self._start, dtype=torch.float64)
+        self._window = list(state["sums"])
+        self._sums = torch.tensor(self._window, dtype=torch.float64)
 
 
 def _means(now: list[float], before: list[float]) -> dict[str, float]:
@@ -105,20 +112,19 @@ def _means(now: list[float], before: list[float]) -> dict[str, float]:
 
 
 @torch.no_grad()
-def solver_numbers(model: nn.Module, seen: Observed) -> Tensor | None:
+def solver_numbers(seen: Observed) -> Tensor | None:
     """The four numbers of ``SOLVER_FIELDS``, [4], on the device; None where no solve was seen."""
     if not len(seen):
         return None
-    layers = equilibrium_layers(model)
     steps, relative, failed, tested = [], [], [], []
-    for name, solutions in seen.solutions.items():
-        solver = getattr(layers.get(name), "solver", None)
+    for solutions in seen.solutions.values():
         for solution in solutions:
             steps.append(solution.stats.steps.flatten().float())
             relative.append(solution.stats.relative.flatten().float())
             failed.append(blown_up(solution.result).flatten().float())
-            if not getattr(solver, "fixed_steps", False):
-                tested.append(solution.converged.flatten().float())
+            # A MultiBranch has a solve for each branch. A fixed number of steps tests nothing.
+            parts = getattr(solution, "parts", (solution,))
+            tested += [part.converged.flatten().float() for part in parts if part.stats.syncs]
     residual = torch.cat(relative)
     residual = torch.where(torch.isfinite(residual), residual, math.nan)
     share = torch.cat(tested).mean() if tested else residual.new_full((), math.nan)

@@ -180,7 +180,7 @@ class EquilibriumModule(pl.LightningModule):
             labels = y.argmax(1) if y.is_floating_point() else y
             counted = self._counted(labels)
             right = (logits.argmax(1) == labels) & counted
-            self.metrics.add(loss.detach(), right.sum(), counted.sum())
+            self.metrics.add(loss.detach(), right.sum(), counted.sum(), len(y))
         if self.weighs:  # Lightning takes the mean over processes: make it that over all labels
             mine = counted.sum().to(loss.dtype)
             total = mine.clone()
@@ -207,7 +207,7 @@ class EquilibriumModule(pl.LightningModule):
                 self.model.forward(x[:_WATCHED])
             for module, mode in modes:
                 module.training = mode
-        self.metrics.add_solver(solver_numbers(self.model, seen))
+        self.metrics.add_solver(solver_numbers(seen))
         return logits
 
     def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:

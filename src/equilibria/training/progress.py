@@ -37,6 +37,8 @@ class Progress:
     epoch: int = 0
     batch: int = 0
     step: int = 0
+    rate: float = math.nan
+    """The learning rate of the latest step."""
 
 
 class TrainingBar(RichProgressBar):

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import lightning.pytorch as pl
 import safetensors.torch
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Checkpoint, LambdaCallback
 from torch import nn
 
@@ -25,6 +26,7 @@ from equilibria import models
 from equilibria._version import __version__
 from equilibria.data import ImageData
 from equilibria.engine.files import SaveError, write_bytes, write_json, write_text
+from equilibria.engine.options import OptionError
 
 from . import processes, run_folder
 from .average import WeightAverage
@@ -190,7 +192,13 @@ class Run(Checkpoint):
         return saved
 
     def _train(self, callbacks: Sequence[pl.Callback]) -> TrainResult:
-        trainer = self._trainer(callbacks)
+        try:
+            trainer = self._trainer(callbacks)
+        except MisconfigurationException as error:
+            names = ("accelerator", "devices", "strategy")
+            given = {name: getattr(self.config, name) for name in names}
+            why = f": {error} `equilibria info` lists the devices."
+            raise OptionError("TrainConfig", given, why) from error
         place: dict[str, Any] = {"device": trainer.strategy.root_device}
         place |= {"rank": trainer.global_rank, "world": trainer.world_size}
         self.batches = TrainBatches(self.data, self.config, self.progress, **place)
@@ -350,8 +358,10 @@ class Run(Checkpoint):
                 trainer.fit_loop.epoch_loop.val_loop.run()
                 trainer.training = True
 
-    def _begin_step(self, *_: Any) -> None:
+    def _begin_step(self, trainer: pl.Trainer, *_: Any) -> None:
         self.in_step = True
+        # After the step the schedule has moved on: at a milestone to another order of magnitude.
+        self.progress.rate = float(trainer.optimizers[0].param_groups[0]["lr"])
 
     def _count_step(self, *_: Any) -> None:
         self.progress.batch += 1
@@ -368,7 +378,7 @@ class Run(Checkpoint):
             latest = self.module.metrics.latest()
             norm = self.module.metrics.gradient_norm
             norms = {} if norm is None else {"gradient_norm": float(norm)}
-            self._log(trainer, "train", {**latest, **norms, "lr": _rate(trainer)})
+            self._log(trainer, "train", {**latest, **norms, "lr": self.progress.rate})
             if self.bar is not None:
                 self.bar.latest = latest
         if last:
@@ -392,7 +402,7 @@ class Run(Checkpoint):
         row: dict[str, Any] = {
             "epoch": self.progress.epoch + 1,
             "step": self.progress.step,
-            "lr": _rate(trainer),
+            "lr": self.progress.rate,
             "train_loss": means.pop("loss"),
             "train_accuracy": means.pop("accuracy"),
             **self.module.validation,
@@ -577,10 +587,6 @@ def _best_epoch(history: Sequence[Mapping[str, float]]) -> int:
         right = row.get("val_miou", row.get("val_accuracy", -math.inf))
         scores.append((right, -row.get("val_loss", math.inf)))
     return max(range(len(scores)), key=scores.__getitem__)
-
-
-def _rate(trainer: pl.Trainer) -> float:
-    return float(trainer.optimizers[0].param_groups[0]["lr"])
 
 
 def _make_model(config: TrainConfig, given: nn.Module | None, train: ImageData) -> nn.Module:

@@ -109,6 +109,8 @@ class RunFolder:
             self.check(resume=resume, overwrite=overwrite)
         self._opened = True
         kept = list(self.epochs.glob("epoch_[0-9][0-9][0-9][0-9].safetensors"))
+        if overwrite and self.result.exists():  # of a run that ended: `equilibria train` wrote it
+            kept.append(self.path / "report.html")
         if not resume:
             for file in (*self._files, *kept):
                 file.unlink(missing_ok=True)

@@ -210,6 +210,17 @@ def test_repeat_k_is_the_weight_tied_network(repeats: int) -> None:
     assert isinstance(model[2].solver, eq.Anderson)
 
 
+def test_branches_of_fixed_steps_have_no_share_that_converged() -> None:
+    torch.manual_seed(0)
+    fixed, patch = eq.Picard(rtol=0.0, atol=0.0, max_steps=2), eq.Patches(channels=2, size=1)
+    branches = [eq.nn.GEQ(1, 2, patch=patch, hidden=None, solver=fixed) for _ in range(2)]
+    many = eq.nn.MultiBranch(branches, (8, 4))
+    model = nn.Sequential(many, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(1, 10))
+    found = measure_landscape(model.eval(), digits(4), grid=Grid(points=3)).summary()
+    assert found["steps"] == 2
+    assert "converged" not in found
+
+
 def test_a_splitting_is_kept_with_the_tolerance_asked_for() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(eq.nn.MonotoneDEQ(4, in_channels=3), nn.Linear(4, 2))

@@ -152,12 +152,11 @@ class Scorer:
         check_sizes("landscape", {"batch_size": batch_size})
         self.model = with_solver(model, solver)
         self.loss = loss
-        layers = equilibrium_layers(self.model).values()
-        self.solves = bool(layers)
-        # Solves of fixed steps (repeat-K) have no tolerance to meet.
-        self.fixed_steps = self.solves and all(
-            getattr(getattr(each, "solver", None), "fixed_steps", False) for each in layers
-        )
+        self.solves = bool(equilibrium_layers(self.model))
+        # Solves of fixed steps (repeat-K) have no tolerance to meet, nor have branches of them.
+        found = [getattr(module, "solver", None) for module in self.model.modules()]
+        solvers = [one for one in found if isinstance(one, SolverOptions)]
+        self.fixed_steps = bool(solvers) and all(one.fixed_steps for one in solvers)
         self.x, self.targets = _on_device(self.model, data)
         self.batch_size = batch_size
         weights = dict(self.model.named_parameters())
