@@ -184,12 +184,19 @@ def test_no_attack_within_the_radius_changes_the_label(name: str, norm: str) -> 
         step = step - 10 * certificate.radius.view(-1, 1, 1, 1) * way
 
 
+@pytest.mark.parametrize("scale", [1.0, 2.0**-560, 2.0**500])
 @pytest.mark.parametrize("norm", ["2", "inf"])
-def test_a_linear_network_has_the_exact_radius(norm: str) -> None:
-    """min_j (l_y − l_j)/‖V_y − V_j‖ in the dual norm; just outside it j is reached."""
+def test_a_linear_network_has_the_exact_radius(norm: str, scale: float) -> None:
+    """min_j (l_y − l_j)/‖V_y − V_j‖ in the dual norm; just outside it j is reached.
+
+    So at every scale of the logits, also where squares of weights underflow.
+    """
     model, x = made("linear")
+    model = model.double()
+    weight, bias = (p.detach().clone() for p in model.parameters())
+    for p in model.parameters():
+        p.data.mul_(scale)
     certificate = eq.certify(model, x, norm=norm)
-    weight, bias = (p.detach().double() for p in model.parameters())
     logits = x.flatten(1).double() @ weight.T + bias
     for b, (y, nearest) in enumerate(zip(certificate.label, certificate.nearest, strict=True)):
         ways = weight - weight[y]
