@@ -40,7 +40,7 @@ from equilibria.solvers.peaceman_rachford import PeacemanRachford, peaceman_rach
 
 from .guarantee import SAMPLED, Guarantee, solved, where_known
 from .map_certificate import MapCertificate
-from .rounding import direct_convolutions
+from .rounding import direct_convolutions, product_rounding
 
 _UP = 1.0 + 1e-12
 
@@ -51,6 +51,7 @@ class MonotoneLayer(Protocol):
     m: float
     prior: Prior
     solver: SolverOptions
+    U: nn.Module
 
     def solve(self, x: Tensor) -> Solution[Any]: ...
     def inject(self, x: Tensor) -> tuple[Tensor, ...]: ...
@@ -67,11 +68,16 @@ def certify_monotone(layer: MonotoneLayer, x: Tensor, z: Any = None) -> MapCerti
     inclusion = MonotoneInclusion(own.operator.double(), layer.prior, own.tiers)
     parts = tuple(exact(part) for part in own.parts(z))
     with direct_convolutions(x):
-        return _certify(layer, inclusion, parts, exact(c), solver)
+        return _certify(layer, inclusion, parts, exact(c), product_rounding(layer.U, x), solver)
 
 
 def _certify(
-    layer: MonotoneLayer, inclusion: MonotoneInclusion, z: States, c: Tensor, solver: str
+    layer: MonotoneLayer,
+    inclusion: MonotoneInclusion,
+    z: States,
+    c: Tensor,
+    c_off: Tensor,
+    solver: str,
 ) -> MapCertificate:
     operator = inclusion.operator
     upper, norm = operator.norm_uppers()
@@ -109,6 +115,7 @@ def _certify(
         error_bound=error,
         rounding=off,
         contraction=factor,
+        input_rounding=c_off / m if m > 0 else torch.full_like(error, math.inf),
         modulus=m,
         lipschitz=lipschitz,
         lipschitz_note=note,

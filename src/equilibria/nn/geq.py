@@ -15,6 +15,7 @@ from equilibria.engine.transforms import (
     may_reuse,
     version,
 )
+from equilibria.engine.tree import sample_norm
 from equilibria.problems import (
     GAUSSIAN_CONCAVITY,
     FixedGamma,
@@ -28,11 +29,13 @@ from equilibria.problems import (
     as_gamma,
 )
 from equilibria.problems.norms import (
+    SAFETY,
     convolution_norm_upper,
     dense_norm,
     exact,
     is_flat,
     patched_kernel,
+    sum_error,
 )
 
 from .constraints import NormBounded, constrain
@@ -187,6 +190,20 @@ class GEQ(WeightedLayer):
     def nominal_bounds(self, problem: HiddenProblem) -> tuple[Any, Any] | None:
         mu = self.nominal_norm()
         return None if mu is None else (1.0 - GAUSSIAN_CONCAVITY * mu**2, 1.0 + mu**2)
+
+    @torch.no_grad()
+    def input_rounding(self, x: Tensor) -> Tensor:
+        """How far float64 moves c at most, ‖·‖ [B], and γ: an error of its energies moves z* no
+        more than half as large a relative error of all of c (docs/facts.md, fact 5)."""
+        off, q = super().input_rounding(x), self.problem(x).coupling
+        if not self.gamma.input_dependent or not isinstance(q, Gaussian):
+            return off
+        rows = q._rows(q.c).abs()
+        size = rows if q.metric is None else rows @ q.metric.abs()
+        size = (rows * size).sum((1, 2))
+        spread = torch.where(size > 0.0, size / q._start_energies().sum(1), 0.0)
+        terms = 2 * rows.shape[2] + rows.shape[1] + 16
+        return off + SAFETY * sum_error(terms) * spread * sample_norm([q.c])
 
     @torch.no_grad()
     def input_norm_upper(self, in_shape: Sequence[int] | None = None) -> float:
