@@ -29,6 +29,7 @@ from equilibria.problems.priors import Free, Prior
 from equilibria.problems.problem import Problem
 from equilibria.problems.regularizers import Regularizer
 
+from .claims import refuted_prox, refuted_regularizer
 from .guarantee import Guarantee, solved, where_known
 from .map_certificate import MapCertificate
 from .rounding import direct_convolutions, norm, product_rounding, residual_rounding
@@ -145,7 +146,8 @@ def _certify(
     residual = norm(z - image)
     off = off + SAFETY * (z[0].numel() + 5) * UNIT * residual  # of the difference and its norm
     finite = (residual + off).isfinite()
-    contracts = rho < 1.0
+    wrong = _refuted(model, numbers, z, c)
+    contracts = rho < 1.0 and not wrong
     error = (residual + off) / (1.0 - rho) * _UP if contracts else torch.full_like(off, math.inf)
     error = torch.where(finite, error, math.inf)
     lipschitz, why = None, "the fixed point is not certified to be unique"
@@ -164,10 +166,19 @@ def _certify(
         lipschitz=lipschitz,
         lipschitz_note=why,
         solver=solver,
-        rigorous=derived and not model.prior.sampled,
+        rigorous=derived and not model.prior.sampled and not wrong,
         numbers=_words(numbers, model, r),
-        notes=tuple(_notes(numbers, model, r, rho, derived=derived)),
+        notes=(*_notes(numbers, model, r, rho, derived=derived), *wrong),
     )
+
+
+def _refuted(model: BlockChain, numbers: _Exact, z: Tensor, c: Sequence[Tensor]) -> list[str]:
+    """Which claims of the user's own parts do not hold at samples, in words."""
+    found, first = [], numbers.blocks[0]
+    if model.regularizer is not None:
+        found.append(refuted_regularizer(model.regularizer, model.regularize, z))
+    found.append(refuted_prox(model.prior, first.operator(z) + c[0]))
+    return [f"REFUTED: {text}" for text in found if text is not None]
 
 
 def _words(numbers: _Exact, model: BlockChain, r: float) -> dict[str, str]:

@@ -321,6 +321,9 @@ def distance(layer: Any, x: Tensor, z: Any) -> Distance:
         known = (m > 0) & error.isfinite() & (not found.problem.couples_batch)
         if bound is None:
             lipschitz, note = None, "no bound on the norm of its input map is known"
+        wrong = refuted(found.problem, found.z) if isinstance(found.problem, Problem) else []
+        if wrong:
+            return Distance(nothing, None, f"REFUTED: {wrong[0]}")
     if not found.rigorous:
         return Distance(nothing, None, "its bounds are estimates")
     return Distance(torch.where(known, error, math.inf), lipschitz, note)

@@ -38,6 +38,7 @@ from equilibria.problems.priors import Prior
 from equilibria.solvers.forward_backward import ForwardBackward, forward_backward_factor
 from equilibria.solvers.peaceman_rachford import PeacemanRachford, peaceman_rachford_factor
 
+from .claims import refuted_prox
 from .guarantee import SAMPLED, Guarantee, solved, where_known
 from .map_certificate import MapCertificate
 from .rounding import direct_convolutions, product_rounding
@@ -93,8 +94,12 @@ def _certify(
     error = torch.where(finite, _error_bound(operator, gap, residual, off, m, norm), math.inf)
     proven, lipschitz = Guarantee.none, None
     note = "I − W is not certified monotone in this precision"
-    notes = []
-    if m > 0:
+    notes, wrong = [], refuted_prox(layer.prior, argument[0])
+    if wrong is not None:
+        error = torch.full_like(error, math.inf)
+        note = "the prior is not what it claims"
+        notes.append(f"REFUTED: {wrong}")
+    elif m > 0:
         proven = Guarantee.contraction if factor < 1 else Guarantee.strong_monotonicity
         lipschitz = layer.input_norm_upper() / m * _UP
         note = "‖U‖/m (Pabbaraju, Winston and Kolter)"
@@ -120,7 +125,7 @@ def _certify(
         lipschitz=lipschitz,
         lipschitz_note=note,
         solver=solver,
-        rigorous=derived and not sampled,
+        rigorous=derived and not sampled and wrong is None,
         numbers=_numbers(layer, operator, m, upper, norm),
         notes=tuple(notes),
     )

@@ -11,7 +11,7 @@ import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -57,6 +57,14 @@ class Curvature:
     basis: Literal["", "given", "estimated"] = ""
     """Where bounds that are not rigorous come from: the user, or a sample of the spectrum, from
     which nothing may be concluded."""
+
+    def envelope(self) -> Curvature:
+        """Of the Moreau envelope: h ↦ h/(1 + h), increasing; it has no bound where h ≤ −1."""
+        low, high = (torch.as_tensor(t, dtype=torch.float64) for t in (self.lower, self.upper))
+        high = torch.where(high > -1.0, 1.0 - 1.0 / (1.0 + high), math.inf)
+        low = torch.where(low > -1.0, 1.0 - 1.0 / (1.0 + low), -math.inf)
+        ends = [t if t.ndim else float(t) for t in (low, high)]
+        return replace(self, lower=ends[0], upper=ends[1], note=f"envelope of: {self.note}")
 
 
 def inner(a: Tensor, b: Tensor) -> Tensor:
