@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Unpack, cast
 
@@ -34,6 +35,7 @@ from equilibria.problems.norms import (
     dense_norm,
     exact,
     is_flat,
+    metric_root,
     patched_kernel,
     sum_error,
 )
@@ -211,13 +213,17 @@ class GEQ(WeightedLayer):
         hidden, plain = self.hidden_weight(), super().input_norm_upper(in_shape)
         if hidden is None:
             return plain
-        weight, w_h = exact(self.U.weight), exact(hidden)  # type: ignore[arg-type]
-        # Float64 rounding of the products with W_h, by the size of their terms.
-        width = w_h.shape[0]
-        slack = 4 * torch.finfo(torch.float64).eps * width * float(w_h.norm() * weight.norm())
+        weight = exact(self.U.weight)  # type: ignore[arg-type]
+        # The features are those of the M that the layer makes, in its own precision.
+        metric = hidden @ hidden.mT
+        w_h, top = metric_root(0.5 * (metric + metric.mT))
+        width, product = w_h.shape[0], plain * top
+        # Float64 rounding of the eigenvalues of M, and of the products, by the size of their terms.
+        unit = torch.finfo(torch.float64).eps * width
+        base, slack = 64 * unit * product**2, 4 * unit * float(w_h.norm() * weight.norm())
         if self.patch is None:
-            return dense_norm(w_h.mT @ weight).upper + slack
-        product = plain * dense_norm(w_h).upper
+            through = dense_norm(w_h.mT @ weight).upper
+            return min(product, math.sqrt(through**2 + base) + slack)
         if is_flat(w_h):
             return product
         channels, size = self.patch.channels, self.patch.size
@@ -225,7 +231,7 @@ class GEQ(WeightedLayer):
         # One term of W_h may stand at p² places of the kernel, so the slack counts each.
         patches = None if in_shape is None else tuple(side // size for side in in_shape[1:])
         through = convolution_norm_upper(kernel, stride=stride, out_size=patches)
-        return min(product, through + size**2 * slack)
+        return min(product, math.sqrt(through**2 + base) + size**2 * slack)
 
 
 class KerDEQ(GEQ):
