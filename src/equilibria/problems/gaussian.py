@@ -166,6 +166,8 @@ class Gaussian(ImageCoupling):
         else:
             self.policy = as_gamma(gamma)
             self.gamma = self.policy(self._start_energies())
+            if self.policy.per_sample:  # as a tensor that is given: it may depend on x
+                self.policy = None
 
     def at(self, c: Tensor) -> Self:
         """The same weights at another c, not checked anew; γ is that of the policy there."""
