@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import equilibria as eq
 from equilibria.certify import global_lipschitz, local_lipschitz
 from equilibria.problems.gamma import FixedGamma, LearnedGamma, MeanPatchEnergy, MinPatchEnergy
 from equilibria.problems.gaussian import Gaussian, gaussian_sensitivity
@@ -250,3 +251,23 @@ def test_a_polynomial_at_one_input_against_differences() -> None:
     slope = np.linalg.norm(jacobian, 2, axis=(1, 2))
     assert (slope <= local.numpy() * (1 + 1e-6)).all()
     assert (local.numpy() <= 4 * slope).all()
+
+
+class OwnWidth(eq.nn.EquilibriumLayer):
+    """γ = e^{50x}, one for each sample."""
+
+    def problem(self, x: torch.Tensor) -> Problem:
+        gamma = LearnedGamma().bind(50.0 * x[:, 0])
+        return Problem(Free(), Gaussian(0.5 * torch.ones(1, 1).to(x), x, gamma))
+
+    def input_norm_upper(self) -> float:
+        return 1.0
+
+
+def test_a_gamma_of_each_sample_may_depend_on_the_input() -> None:
+    x = torch.tensor([[0.1], [0.1 + 1e-6]], dtype=torch.float64)
+    layer = OwnWidth(solver=eq.Picard(rtol=1e-13, max_steps=500))
+    slope = float(layer(x).diff(dim=0).abs()) / 1e-6
+    assert slope > 1.0
+    found = eq.certify(layer, x)
+    assert found.lipschitz is None or found.lipschitz >= slope

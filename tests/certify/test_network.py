@@ -184,12 +184,48 @@ def test_no_attack_within_the_radius_changes_the_label(name: str, norm: str) -> 
         step = step - 10 * certificate.radius.view(-1, 1, 1, 1) * way
 
 
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda: eq.nn.GEQ(6, 7, in_channels=8),
+        lambda: eq.nn.GEQ(6, 7, in_channels=8, gamma=0.3),
+        lambda: eq.nn.OptEq(6, 7, in_channels=8),
+        lambda: eq.nn.MonotoneDEQ(6, in_channels=8, m=1.0),
+        lambda: eq.nn.DeepOptEq(
+            6, (5, 7), in_channels=8, constraint=eq.nn.NormBounded(bound=0.8), alpha=0.9
+        ),
+    ],
+)
+def test_the_rounding_of_the_features_is_counted(layer: Any) -> None:
+    """Two inputs with the same Ux: of the large one float64 loses most digits."""
+    torch.manual_seed(0)
+    model = nn.Sequential(layer(), nn.Linear(6, 3)).double()
+    for name, weight in model.named_parameters():
+        if "U.weight" in name:
+            weight.data[:, 4:] = weight.data[:, :4]
+    small = torch.randint(-8, 9, (5, 4), dtype=torch.float64) / 8
+    large = 2.0**40 * torch.randint(-8, 9, (5, 4), dtype=torch.float64)
+    first = eq.certify(model, torch.cat([small, 0 * small], 1))
+    second = eq.certify(model, torch.cat([small + large, -large], 1))
+    apart = (first.logits - second.logits).norm(dim=1)
+    assert (apart > 1e-9).any()
+    assert (apart <= first.error + second.error).all()
+    assert second.error.isfinite().all()
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**-560, 2.0**500])
 @pytest.mark.parametrize("norm", ["2", "inf"])
-def test_a_linear_network_has_the_exact_radius(norm: str) -> None:
-    """min_j (l_y − l_j)/‖V_y − V_j‖ in the dual norm; just outside it j is reached."""
+def test_a_linear_network_has_the_exact_radius(norm: str, scale: float) -> None:
+    """min_j (l_y − l_j)/‖V_y − V_j‖ in the dual norm; just outside it j is reached.
+
+    So at every scale of the logits, also where squares of weights underflow.
+    """
     model, x = made("linear")
+    model = model.double()
+    weight, bias = (p.detach().clone() for p in model.parameters())
+    for p in model.parameters():
+        p.data.mul_(scale)
     certificate = eq.certify(model, x, norm=norm)
-    weight, bias = (p.detach().double() for p in model.parameters())
     logits = x.flatten(1).double() @ weight.T + bias
     for b, (y, nearest) in enumerate(zip(certificate.label, certificate.nearest, strict=True)):
         ways = weight - weight[y]

@@ -12,7 +12,16 @@ from torch import Tensor
 
 import equilibria as eq
 from equilibria.certify import Guarantee
-from equilibria.problems import Curvature, LinearOperator, Prior, Regularizer
+from equilibria.problems import (
+    Activated,
+    Curvature,
+    DenseOperator,
+    Linear,
+    LinearOperator,
+    ModuleOperator,
+    Prior,
+    Regularizer,
+)
 from equilibria.problems.kernels import ImageCoupling
 from equilibria.problems.norms import UNIT, sum_error
 from tests.problems.test_operators import randn
@@ -243,6 +252,96 @@ def test_a_wrong_prox_is_refuted_under_a_regularizer_too(regularizer: Any) -> No
     proof = eq.certify(problem, z=randn(2, 3, seed=1).abs())
     assert proof.kind is Guarantee.none
     assert "REFUTED" in str(proof)
+
+
+class Steeper(AtLeast):
+    """Its slope is 1."""
+
+    expansion = 0.25
+
+
+class Downhill(Pull):
+    """R(z) = −2‖z‖², said to be linear."""
+
+    has_prox = True
+
+    def grad(self, z: Tensor) -> Tensor:
+        return -4.0 * z
+
+    def prox(self, z: Tensor, tau: float | Tensor = 1.0) -> Tensor:
+        return -3.0 * z
+
+
+class Short(DenseOperator):
+    """It states too small a norm."""
+
+    def norm_upper(self) -> float:
+        return 0.1
+
+    def cast(self, dtype: torch.dtype) -> Short:
+        return Short(self.weight.detach().to(dtype))
+
+
+class Unbounded(Downhill):
+    """R(z) = −‖z‖², which has no Moreau envelope: h/(1 + h) is 2 for its Hessian h = −2."""
+
+    def prox(self, z: Tensor, tau: float | Tensor = 1.0) -> Tensor:
+        return z / (1.0 - 2.0 * tau)
+
+    def curvature(self) -> Curvature:
+        return Curvature(-2.0, -2.0, True, "concave")
+
+
+def _wrong(kind: str) -> tuple[Any, Any, Any]:
+    """A layer or problem with a part that claims what is wrong, an input and a state."""
+    w, c, x = 0.6 * torch.eye(4, dtype=torch.float64), randn(2, 4), torch.randn(2, 4)
+    way = "prox" if "prox" in kind else "gradient"
+    module = ModuleOperator(
+        lambda z: z @ (2.5 * w), lambda z: z @ (2.5 * w), (4,), norm_bound=0.1, dtype=torch.float64
+    )
+    made = {
+        "monotone": lambda: (eq.nn.MonotoneDEQ(4, prior=Doubling()), x),
+        "chain": lambda: (eq.nn.DeepOptEq(4, (5,), prior=Steeper(0.0)), x),
+        "layer": lambda: (eq.nn.OptEq(4, 4, prior=Steeper(0.0)), x),
+        "activation": lambda: (
+            eq.Problem(eq.Free(), Activated(2.5 * w, c, Steeper(0.0))),
+            None,
+        ),
+        "regularizer": lambda: (
+            eq.Problem(eq.NonNegative(), Linear(w, c), Downhill(), way),
+            None,
+        ),
+        "concave": lambda: (
+            eq.Problem(eq.NonNegative(), Linear(w, c), Unbounded(), way),
+            None,
+        ),
+        "operator": lambda: (
+            eq.Problem(eq.Free(), Linear(Short(2.5 * w), c)),
+            None,
+        ),
+        "norm": lambda: (eq.Problem(eq.Free(), Linear(module, c)), None),
+    }[kind.partition(" ")[0]]
+    return *made(), torch.randn(2, 4)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "monotone", "chain", "layer", "activation", "regularizer", "regularizer prox",
+        "concave prox", "operator", "norm",
+    ],
+)  # fmt: skip
+def test_nothing_follows_from_a_part_with_a_wrong_claim(kind: str) -> None:
+    layer, x, z = _wrong(kind)
+    proof = eq.certify(layer, x, z) if x is not None else eq.certify(layer, z=z.double())
+    assert proof.kind is Guarantee.none
+    assert proof.error_bound.isinf().all()
+    assert proof.lipschitz is None
+    if x is not None:
+        network = torch.nn.Sequential(layer, torch.nn.Linear(4, 3))
+        assert (eq.certify(network, x).radius == 0).all()
+    if kind != "concave prox":  # of which the bounds are right, and say nothing
+        assert "REFUTED" in str(proof)
 
 
 def test_a_function_that_mixes_samples_is_refuted() -> None:

@@ -96,3 +96,25 @@ def test_a_norm_that_is_none_is_refused(model: nn.Module, data: ImageData) -> No
     ):
         with pytest.raises(ValueError, match='expected "2" or "inf"'):
             call()
+
+
+@pytest.mark.parametrize("norm", ["2", "inf"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_radius_is_around_the_image_and_not_its_rounding(
+    data: ImageData, dtype: torch.dtype, norm: str
+) -> None:
+    """Against the exact radius of a linear network; its bias puts images next to the boundary."""
+    images = data.images[:].double() / 255.0
+    x = ((images - data.mean[0]) / data.std[0]).flatten(1)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10)).to(dtype)
+        weight, bias = (p.detach().double() for p in model.parameters())
+        logits = x @ weight.T + bias
+        label = logits.argmax(1, keepdim=True)
+        apart = weight[label] - weight
+        size = apart.norm(dim=2) if norm == "2" else apart.abs().sum(2)
+        exact = ((logits.gather(1, label) - logits) / size).nan_to_num(torch.inf).amin(1)
+        found = certified_accuracy(model, data, norm=norm)
+        assert (found.radius <= exact * data.std[0]).all()
+        assert found.radius.median() > 0.0

@@ -183,6 +183,26 @@ def test_the_input_norm_of_a_vector_layer_is_exact(hidden: int | None) -> None:
     assert layer.input_norm_upper() == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_input_norm_is_that_of_the_features_in_low_precision(dtype: torch.dtype) -> None:
+    """At z = c = 0 the Jacobian of x ↦ z* is (1 + wMw)⁻¹wMu, which the constant attains for small
+    w; M is rounded to the precision of the layer, up as well as down."""
+    for seed in range(30):
+        torch.manual_seed(seed)
+        layer = eq.nn.GEQ(
+            1, 1, hidden=1, gamma=1.0, bias=False, prior=eq.problems.Free(), constraint=None
+        )
+        for module, low, high in ((layer.W, 0.3, 0.55), (layer.W_h, 0.5, 1.0)):
+            module.weight.data.uniform_(low, high)
+        x = torch.zeros(1, 1, dtype=dtype)
+        coupling = layer.to(dtype).problem(x).coupling
+        parts = coupling.operator.weight, coupling.metric, layer.U.weight
+        w, m, u = (float(t.detach()) for t in parts)
+        found = eq.certify(layer, x).lipschitz
+        assert found == pytest.approx(abs(w * m * u) / (1.0 + w * m * w), rel=1e-9)
+        assert found >= abs(w * m * u) / (1.0 + w * m * w)
+
+
 @pytest.mark.parametrize("hidden", [2, 5, None])
 def test_the_input_norm_of_a_convolution_is_a_close_upper_bound(hidden: int | None) -> None:
     torch.manual_seed(2)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import equilibria as eq
+from equilibria import problems
 from equilibria.problems import (
     Activated,
     ConvOperator,
@@ -306,3 +310,34 @@ def test_activated_errors() -> None:
         Activated(w, c, eq.NonNegative(), 0.0)
     with pytest.raises(ValueError, match="W takes a state"):
         Activated(w, c, eq.NonNegative()).grad(randn(3, 3))
+
+
+@pytest.mark.parametrize("name", ["Gaussian", "Sigmoidal", "Polynomial"])
+def test_local_bounds_hold_where_the_numbers_cancel(name: str) -> None:
+    """Against exact fractions; in float64 c − wz and ⟨c, z⟩ lose most of their digits."""
+    source = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        a = 10.0**9 * float(torch.randn((), generator=source, dtype=torch.float64))
+        if name == "Gaussian":
+            w, z = 0.7, torch.tensor([[1e3 * a]], dtype=torch.float64)
+            c = w * z + 0.7
+            r = Fraction(float(c)) - Fraction(w) * Fraction(float(z))
+            s = Decimal(r.numerator) ** 2 / Decimal(r.denominator) ** 2
+            exact = float((-s).exp() * (1 - 2 * s)) * w**2
+            q: Any = eq.Gaussian(torch.tensor([[w]], dtype=torch.float64), c, gamma=1.0)
+        else:
+            kind = getattr(problems, name)
+            c = torch.tensor([[0.3, -0.7]], dtype=torch.float64)
+            z = torch.tensor([[a, (0.3 * a - 0.66) / 0.7]], dtype=torch.float64)
+            pairs = zip(c[0].tolist(), z[0].tolist(), strict=True)
+            t = sum((Fraction(p) * Fraction(x) for p, x in pairs), Fraction(0))
+            h = (2 * Decimal(t.numerator) / Decimal(t.denominator)).exp()
+            tanh = float((h - 1) / (h + 1))
+            bend = 6 * float(1 + t) if name == "Polynomial" else -2.0 * tanh * (1.0 - tanh**2)
+            exact = -bend * float((c * c).sum())
+            degree = {"degree": 3} if name == "Polynomial" else {}
+            q = kind(torch.zeros(1, 2, dtype=torch.float64), c, **degree)
+        found = q.local_curvature(z)
+        assert float(found.lower) <= min(exact, 0.0) + 1e-15
+        assert max(exact, 0.0) - 1e-15 <= float(found.upper)
+        assert float(found.upper - found.lower) <= abs(exact) + 1e-2

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -135,6 +137,25 @@ def test_the_bound_of_a_certificate_holds(seed: int, level: float) -> None:
     far = (z - best).norm(dim=1)
     assert bool((far <= found.error_bound * (1 + 1e-6)).all())
     assert bool((problem.objective(z) - problem.objective(best) <= found.value_bound + 1e-12).all())
+
+
+def test_a_bound_contains_the_rounding_of_an_answer_that_is_as_good_as_exact() -> None:
+    """Against fractions: where the computed residual is 0, the answer still has its rounding."""
+    rows = np.random.default_rng(0)
+    for _ in range(40):
+        a, b, c, d = (int(t) for t in rows.integers(1, 50, 4))
+        if a * d == b * c:
+            continue
+        x = [Fraction(float(t)) for t in rows.standard_normal(2)]
+        det = a * d - b * c
+        exact = [(d * x[0] - b * x[1]) / det, (a * x[1] - c * x[0]) / det]
+        matrix = torch.tensor([[a, b], [c, d]], dtype=torch.float64)
+        image = torch.tensor([[float(t) for t in x]], dtype=torch.float64)
+        z = torch.tensor([[float(t) for t in exact]], dtype=torch.float64)
+        problem = eq.Composite(eq.Free(), [], eq.LeastSquares(matrix, image))
+        found = eq.certify(problem, z=z)
+        off = sum((Fraction(float(t)) - e) ** 2 for t, e in zip(z[0], exact, strict=True))
+        assert math.sqrt(off) <= float(found.error_bound)
 
 
 def test_what_is_not_proven_is_said() -> None:

@@ -29,9 +29,10 @@ from equilibria.problems.priors import Free, Prior
 from equilibria.problems.problem import Problem
 from equilibria.problems.regularizers import Regularizer
 
+from .claims import refuted_prox, refuted_regularizer
 from .guarantee import Guarantee, solved, where_known
 from .map_certificate import MapCertificate
-from .rounding import direct_convolutions, norm, residual_rounding
+from .rounding import direct_convolutions, norm, product_rounding, residual_rounding
 
 _UP = 1.0 + 32 * UNIT  # a few operations, each rounded once, from above
 _NONEXPANSIVE = 1.0 + 1e-10  # a proven bound on a norm of 1 is a little above it
@@ -75,10 +76,10 @@ class _Exact:
         # q_l, from above
         self.factors = [(a * self.expansion * w * w + (1.0 - a)) * _UP for a, w in pairs]
 
-    def sensitivity(self) -> float:
-        """A Lipschitz constant of x ↦ T(z; x): Σ_l α_l L_σ‖W_l‖‖U_l‖ q_{l+1} ⋯ q_L, from above."""
-        total = 0.0
-        for q, a, w, u in zip(self.factors, self.alphas, self.norms, self.input_norms, strict=True):
+    def sensitivity(self, moved: Sequence[Any]) -> Any:
+        """Σ_l α_l L_σ‖W_l‖ moved_l q_{l+1} ⋯ q_L, from above: T(z) moves by this if c_l move so."""
+        total: Any = 0.0
+        for q, a, w, u in zip(self.factors, self.alphas, self.norms, moved, strict=True):
             total = (q * total + a * self.expansion * w * u) * _UP
         return total
 
@@ -127,11 +128,17 @@ def certify_block_chain(layer: BlockChain, x: Tensor, z: Tensor | None = None) -
     c = [exact(part) for part in model.inject(x)]
     model.check_state(state, x)
     with direct_convolutions(state):
-        return _certify(model, _Exact(model), exact(state), c, text)
+        c_off = [product_rounding(b.U, x) for b in model.each_block()]
+        return _certify(model, _Exact(model), exact(state), c, c_off, text)
 
 
 def _certify(
-    model: BlockChain, numbers: _Exact, z: Tensor, c: Sequence[Tensor], solver: str
+    model: BlockChain,
+    numbers: _Exact,
+    z: Tensor,
+    c: Sequence[Tensor],
+    c_off: Sequence[Tensor],
+    solver: str,
 ) -> MapCertificate:
     r = regularizer_factor(model.regularizer, model.regularize)
     rho = math.prod(numbers.factors) * r * (1.0 + 4 * len(numbers.blocks) * UNIT)
@@ -139,12 +146,15 @@ def _certify(
     residual = norm(z - image)
     off = off + SAFETY * (z[0].numel() + 5) * UNIT * residual  # of the difference and its norm
     finite = (residual + off).isfinite()
-    contracts = rho < 1.0
+    wrong = _refuted(model, numbers, z, c)
+    contracts = rho < 1.0 and not wrong
     error = (residual + off) / (1.0 - rho) * _UP if contracts else torch.full_like(off, math.inf)
     error = torch.where(finite, error, math.inf)
     lipschitz, why = None, "the fixed point is not certified to be unique"
+    moved = torch.full_like(off, math.inf)
     if contracts:
-        lipschitz = numbers.sensitivity() / (1.0 - rho) * _UP
+        lipschitz = numbers.sensitivity(numbers.input_norms) / (1.0 - rho) * _UP
+        moved = numbers.sensitivity(c_off) / (1.0 - rho) * _UP
         why = "every input: Σ α_l L_σ‖W_l‖‖U_l‖ q_{l+1}⋯q_L/(1 − ρ)"
     return MapCertificate(
         kinds=where_known(finite & contracts, Guarantee.contraction),
@@ -152,13 +162,23 @@ def _certify(
         error_bound=error,
         rounding=off,
         contraction=rho if math.isfinite(rho) else None,
+        input_rounding=moved,
         lipschitz=lipschitz,
         lipschitz_note=why,
         solver=solver,
-        rigorous=derived and not model.prior.sampled,
+        rigorous=derived and not model.prior.sampled and not wrong,
         numbers=_words(numbers, model, r),
-        notes=tuple(_notes(numbers, model, r, rho, derived=derived)),
+        notes=(*_notes(numbers, model, r, rho, derived=derived), *wrong),
     )
+
+
+def _refuted(model: BlockChain, numbers: _Exact, z: Tensor, c: Sequence[Tensor]) -> list[str]:
+    """Which claims of the user's own parts do not hold at samples, in words."""
+    found, first = [], numbers.blocks[0]
+    if model.regularizer is not None:
+        found.append(refuted_regularizer(model.regularizer, model.regularize, z))
+    found.append(refuted_prox(model.prior, first.operator(z) + c[0]))
+    return [f"REFUTED: {text}" for text in found if text is not None]
 
 
 def _words(numbers: _Exact, model: BlockChain, r: float) -> dict[str, str]:

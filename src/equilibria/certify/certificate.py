@@ -42,6 +42,8 @@ class Certifiable(Protocol):
     It may also have ``input_norm_upper() -> float``, a rigorous bound on the norm of x → c̃, the
     features that the coupling sees; with it the Lipschitz constants are in x, without it in c. If
     it takes an argument, that is the shape of x without the batch: small maps have closer bounds.
+    And ``input_rounding(x) -> Tensor [B]``, a bound on how far float64 moves c, which the
+    certificate of a network counts; for a single layer c is what it is.
     """
 
     def problem(self, x: Tensor) -> HiddenProblem: ...
@@ -285,7 +287,8 @@ class Distance:
     """‖z − z*‖ for the only equilibrium z* of each sample, and how far an input moves z*."""
 
     error: Tensor
-    """A proven bound [B], float64; inf where none is proven, or not that there is one z*."""
+    """A proven bound [B], float64, for z* of the exact c; inf where none is proven, or not that
+    there is one z*."""
     lipschitz: float | None
     """A Lipschitz constant of x → z* for all inputs, or None; ``note`` says why."""
     note: str
@@ -305,19 +308,35 @@ def distance(layer: Any, x: Tensor, z: Any) -> Distance:
         found = layer.certify(x, z)
         error, known = found.error_bound, found.certified
         lipschitz, note = found.lipschitz, found.lipschitz_note
+        moved = getattr(found, "input_rounding", None)
+        error = error if moved is None else (error + moved) * (1.0 + 4 * UNIT)
     else:
         bound = _input_norm(layer, x)
         with direct_convolutions(z):
             found = _Measured(layer.problem(x), z, bound)
         lipschitz, note = found.lipschitz, found.lipschitz_note
         m, _, rho = (t.expand(len(nothing)) for t in found.bounds)
-        error = (1.0 + rho / m) * (found.residual + found.off) * (1.0 + 32 * UNIT)
+        error = (1.0 + rho / m) * (found.residual + found.off) + _input_rounding(layer, x, found)
+        error = error * (1.0 + 32 * UNIT)
         known = (m > 0) & error.isfinite() & (not found.problem.couples_batch)
         if bound is None:
             lipschitz, note = None, "no bound on the norm of its input map is known"
+        wrong = refuted(found.problem, found.z) if isinstance(found.problem, Problem) else []
+        if wrong:
+            return Distance(nothing, None, f"REFUTED: {wrong[0]}")
     if not found.rigorous:
         return Distance(nothing, None, "its bounds are estimates")
     return Distance(torch.where(known, error, math.inf), lipschitz, note)
+
+
+def _input_rounding(layer: Any, x: Tensor, found: _Measured) -> Tensor:
+    """‖z* − z*′‖ for the c that float64 made and the exact one, bounded; inf where not known."""
+    own = getattr(layer, "input_rounding", None)
+    steep = global_lipschitz(found.problem, float(found.bounds[0].min()), None)[0]
+    if own is None or steep is None:
+        return torch.full_like(found.residual, math.inf)
+    moved: Tensor = own(x)
+    return moved * steep
 
 
 def _kind(unique: bool, contracts: bool, near: bool) -> Guarantee:

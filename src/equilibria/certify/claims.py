@@ -6,21 +6,31 @@ state is proven, and tested.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from equilibria.engine.tree import per_sample
-from equilibria.problems.kernels import Coupling, SumCoupling, inner
+from equilibria.problems.kernels import Activated, Coupling, SumCoupling, inner
 from equilibria.problems.objective import ritz_ends
+from equilibria.problems.operators import LinearOperator, ModuleOperator, TransposedOperator
 from equilibria.problems.priors import Prior
 from equilibria.problems.problem import Problem
+from equilibria.problems.regularizers import Regularizer
 
 _PAIRS = 6
 _SLACK = 1e-7  # relative: what rounding and an inner solve may do
 
 
 def _ours(part: object) -> bool:
-    return type(part).__module__.partition(".")[0] == "equilibria"
+    """Whether it is the library's, and its operator too, without a norm that was given."""
+    operator = getattr(part, "operator", None)
+    while isinstance(operator, TransposedOperator):
+        operator = operator.base
+    given = isinstance(operator, ModuleOperator) and operator.norm_bound is not None
+    kinds = [type(t) for t in (part, operator) if t is not None]
+    return not given and all(k.__module__.partition(".")[0] == "equilibria" for k in kinds)
 
 
 def _cloud(z: Tensor, count: int) -> list[Tensor]:
@@ -36,16 +46,45 @@ def _cloud(z: Tensor, count: int) -> list[Tensor]:
 
 def refuted(problem: Problem, z: Tensor) -> list[str]:
     """Which claims of the problem's own parts samples around z contradict, in words."""
-    found = refuted_bounds(problem.coupling, z)
-    wrong = refuted_prox(problem.effective_prior, z - problem.gradient(z))
-    return [text for text in (found, wrong) if text is not None]
+    q, prior, regularizer = problem.coupling, problem.effective_prior, problem.regularizer
+    found = [refuted_bounds(q, z)]
+    if not prior_is_ours(prior):
+        found.append(refuted_prox(prior, z - problem.gradient(z)))
+    for part, K in _parts(q):
+        if isinstance(part, Activated) and not prior_is_ours(part.prior):
+            image = z if K is None else K(z)
+            found.append(refuted_prox(part.prior, part.operator(image) + part.c))
+    if regularizer is not None:
+        found.append(refuted_regularizer(regularizer, problem.regularize, z))
+    return [text for text in found if text is not None]
+
+
+def _parts(q: Coupling) -> Sequence[tuple[Coupling, LinearOperator | None]]:
+    return q.parts if isinstance(q, SumCoupling) else ((q, None),)
+
+
+def refuted_regularizer(regularizer: Regularizer, form: str, z: Tensor) -> str | None:
+    """Whether what R adds to the gradient has a slope outside of the bounds around z."""
+    if _ours(regularizer) or regularizer.couples_batch:
+        return None
+    bounds = regularizer.curvature().envelope() if form == "prox" else regularizer.curvature()
+    points = _cloud(z, _PAIRS)
+    forces = [u - regularizer.prox(u) if form == "prox" else regularizer.grad(u) for u in points]
+    for i, (u, g) in enumerate(zip(points, forces, strict=True)):
+        for w, h in zip(points[:i], forces[:i], strict=True):
+            slope = inner(g - h, u - w) / inner(u - w, u - w)
+            slack = _SLACK * (1.0 + slope.abs())
+            if bool(((slope < bounds.lower - slack) | (slope > bounds.upper + slack)).any()):
+                name = type(regularizer).__name__
+                return f"the bounds of {name} on its Hessian do not hold for its {form}"
+    return None
 
 
 def refuted_bounds(q: Coupling, z: Tensor) -> str | None:
     """Which of m and L a Ritz value of the Hessian around z lies outside of, or None."""
-    parts = [part for part, _ in q.parts] if isinstance(q, SumCoupling) else [q]
+    ours = all(_ours(part) and (K is None or _ours(K)) for part, K in _parts(q))
     bounds = q.curvature()
-    if bounds.basis == "estimated" or (bounds.rigorous and all(_ours(part) for part in parts)):
+    if bounds.basis == "estimated" or (bounds.rigorous and ours):
         return None
     low, high = (
         torch.as_tensor(t, dtype=z.dtype, device=z.device) for t in (bounds.lower, bounds.upper)
@@ -79,24 +118,31 @@ def _mixes(q: Coupling, z: Tensor) -> bool:
     return False
 
 
+def prior_is_ours(prior: Prior) -> bool:
+    return _ours(prior) and _ours(getattr(prior, "prior", prior))  # of WithL1
+
+
 def refuted_prox(prior: Prior, v: Tensor) -> str | None:
     """Why the prox of a prior is not that of its convex value, or None where samples agree.
 
-    ``p = prox(u)`` means ``f(q) >= f(p) + <u - p, q - p>`` for all ``q``. Of two
+    ``p = prox_tau(u)`` means ``f(q) >= f(p) + <u - p, q - p>/tau`` for all ``q``. Of two
     points it follows that the prox is firmly nonexpansive.
     """
-    if _ours(prior) and _ours(getattr(prior, "prior", prior)):  # of WithL1
+    if prior_is_ours(prior):
         return None
-    points = _cloud(v, _PAIRS)
-    images = [prior.prox(u) for u in points]
-    name = type(prior).__name__
-    for u, p in zip(points, images, strict=True):
-        for w, q in zip(points, images, strict=True):
-            moved, slack = q - p, _SLACK * (inner(u - w, u - w) + inner(u, u)) + 1e-12
-            if bool((inner(moved, w - u) < inner(moved, moved) - slack).any()):
-                return f"the prox of {name} is not firmly nonexpansive, so it is none"
-            least, other = prior.sample_value(p), prior.sample_value(q)
-            below = least + inner(u - p, moved) - other
-            if bool((below > slack + _SLACK * (least.abs() + other.abs())).any()):
-                return f"the prox of {name} is not that of its value: f is lower elsewhere"
+    points, name = _cloud(v, _PAIRS), type(prior).__name__
+    for tau in (1.0, 0.25, 4.0) if prior.piecewise_linear else (1.0,):  # what bounds are made of
+        images = [prior.prox(u, tau) for u in points]
+        for u, p in zip(points, images, strict=True):
+            for w, q in zip(points, images, strict=True):
+                moved, slack = q - p, _SLACK * (inner(u - w, u - w) + inner(u, u)) + 1e-12
+                if bool((inner(moved, w - u) < inner(moved, moved) - slack).any()):
+                    return f"the prox of {name} is not firmly nonexpansive, so it is none"
+                steep = prior.expansion * (1.0 + _SLACK) * (w - u).abs() + _SLACK * u.abs() + 1e-12
+                if tau == 1.0 and prior.separable and bool((moved.abs() > steep).any()):
+                    return f"the activation of {name} is steeper than its expansion"
+                least, other = prior.sample_value(p), prior.sample_value(q)
+                below = least + inner(u - p, moved) / tau - other
+                if bool((below > 4 * slack + _SLACK * (least.abs() + other.abs())).any()):
+                    return f"the prox of {name} is not that of its value: f is lower elsewhere"
     return None

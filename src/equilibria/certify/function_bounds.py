@@ -72,7 +72,8 @@ def _softplus(u: Tensor, args: Any, kwargs: Any, out: Tensor) -> Bound | None:
     beta, threshold = given.get("beta", 1.0), given.get("threshold", 20.0)
     off = math.log1p(math.exp(-threshold)) / abs(beta)
     above = (beta * u > threshold).to(u.dtype)
-    return (1.0, off * sample_norm([above]) * UP) if threshold >= 20.0 else None
+    rounding = SAFETY * 4 * UNIT * sample_norm([u])  # of βu
+    return (1.0, off * sample_norm([above]) * UP + rounding) if threshold >= 20.0 else None
 
 
 @_rule("leaky_relu")
@@ -133,7 +134,7 @@ def _magnitude(weight: Tensor) -> float:
     """‖|W|‖₂ ≤ √(‖W‖₁‖W‖∞) of a matrix or a convolution, any stride, padding and dilation."""
     rows = weight.abs().flatten(1).sum(1).max()
     columns = weight.abs().transpose(0, 1).flatten(1).sum(1).max()
-    return float((rows * columns).sqrt()) * (1.0 + 1e-12)
+    return float(rows.sqrt() * columns.sqrt()) * (1.0 + 1e-12)
 
 
 def _linear_map(u: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, norm: float) -> Bound:
@@ -172,7 +173,9 @@ def _convolution(u: Tensor, args: Any, kwargs: Any, out: Tensor) -> Bound | None
 def _batch_norm(u: Tensor, args: Any, kwargs: Any, out: Tensor) -> Bound | None:
     """Of torch.nn.functional; torch.batch_norm has its arguments in another order."""
     weight, bias = (kwargs.get(name) for name in ("weight", "bias"))
-    if len(args) != 3 or kwargs.get("training", True) or args[2] is None:
+    if len(args) != 3 or "running_mean" in kwargs:
+        return None
+    if kwargs.get("training", True) or args[2] is None:
         return None
     factor = (args[2] + kwargs["eps"]).rsqrt()
     if weight is not None:
@@ -184,8 +187,9 @@ def _batch_norm(u: Tensor, args: Any, kwargs: Any, out: Tensor) -> Bound | None:
     return float(factor.max()) * UP, own
 
 
-def _pair(value: Any) -> tuple[Any, Any]:
-    return (value, value) if isinstance(value, (int, float)) else tuple(value)
+def _pair(value: Any) -> tuple[Any, ...]:
+    pair = (value,) if isinstance(value, (int, float)) else tuple(value)
+    return pair * 2 if len(pair) == 1 else pair
 
 
 def _pool(maximum: bool) -> Rule:

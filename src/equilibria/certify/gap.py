@@ -17,11 +17,13 @@ import torch
 from torch import Tensor
 
 from equilibria.engine.result import ConvergenceWarning
-from equilibria.problems.norms import UNIT, exact
+from equilibria.problems.kernels import Curvature
+from equilibria.problems.norms import SAFETY, UNIT, exact, sum_error
 from equilibria.problems.splitting import Composite, duality_gap, split
 
 from .claims import refuted_bounds, refuted_prox
 from .guarantee import Guarantee, Proven, Rows, spread, where_known
+from .rounding import norm
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -51,14 +53,25 @@ class GapCertificate(Proven):
         return [("G(z) − G(z*) ≤", spread(self.value_bound))]
 
 
+def _rounding(problem: Composite, z: Tensor, y: list[Tensor], bounds: Curvature) -> Tensor:
+    """An estimate, [B], of what rounding does to r: as many roundings as terms of its parts."""
+    terms = 64 + sum(t[0].numel() for t in (z, *y))
+    parts = [problem.gradient(torch.zeros_like(z)), problem.gradient(z), problem.pull(y, z)]
+    high = torch.as_tensor(bounds.upper, dtype=z.dtype, device=z.device)
+    reach = torch.where(high.isfinite(), high, 0.0) * norm(z)
+    return SAFETY * sum_error(terms) * (sum((norm(part) for part in parts), reach))
+
+
 def certify_sum(given: Composite, state: Tensor, solver: str) -> GapCertificate:
     """Judge z as the minimizer of a sum."""
     problem, z = given.in_double(), exact(state)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
         y = split(problem, z)[1]
-    rest, gap = duality_gap(problem, z, y)
+    residual, gap = duality_gap(problem, z, y)
     bounds = problem.curvature()
+    off = _rounding(problem, z, y, bounds)
+    rest = residual + off
     m = torch.as_tensor(bounds.lower, dtype=z.dtype, device=z.device).expand(z.shape[0])
     m = m - 16 * UNIT * m.abs()
     notes = ["rounding is an estimate: none is derived for a sum"]
@@ -83,9 +96,9 @@ def certify_sum(given: Composite, state: Tensor, solver: str) -> GapCertificate:
     unique = (m > 0) & z.flatten(1).isfinite().all(1) & believed
     return GapCertificate(
         kinds=where_known(unique, Guarantee.strong_convexity),
-        residual=rest,
+        residual=residual,
         error_bound=torch.where(holds, error * (1 + 64 * UNIT), math.inf),
-        rounding=torch.zeros_like(rest),
+        rounding=off,
         lipschitz=None,
         lipschitz_note="no constant is derived for a sum",
         solver=solver,

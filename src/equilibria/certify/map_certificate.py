@@ -31,6 +31,8 @@ class MapCertificate(Proven):
 
     contraction: float | Tensor | None
     """ρ, a Lipschitz constant of T for all z; None where none is known."""
+    input_rounding: Tensor | None = None
+    """z* moves by at most this if what the layer makes of x, in float64, is exact, [B]."""
     modulus: float | Tensor | None = None
     """m with I − W ⪰ mI, rounded down (monotone layers); None elsewhere."""
     numbers: Mapping[str, str] = field(default_factory=dict)

@@ -38,9 +38,10 @@ from equilibria.problems.priors import Prior
 from equilibria.solvers.forward_backward import ForwardBackward, forward_backward_factor
 from equilibria.solvers.peaceman_rachford import PeacemanRachford, peaceman_rachford_factor
 
+from .claims import refuted_prox
 from .guarantee import SAMPLED, Guarantee, solved, where_known
 from .map_certificate import MapCertificate
-from .rounding import direct_convolutions
+from .rounding import direct_convolutions, product_rounding
 
 _UP = 1.0 + 1e-12
 
@@ -51,6 +52,7 @@ class MonotoneLayer(Protocol):
     m: float
     prior: Prior
     solver: SolverOptions
+    U: nn.Module
 
     def solve(self, x: Tensor) -> Solution[Any]: ...
     def inject(self, x: Tensor) -> tuple[Tensor, ...]: ...
@@ -67,11 +69,16 @@ def certify_monotone(layer: MonotoneLayer, x: Tensor, z: Any = None) -> MapCerti
     inclusion = MonotoneInclusion(own.operator.double(), layer.prior, own.tiers)
     parts = tuple(exact(part) for part in own.parts(z))
     with direct_convolutions(x):
-        return _certify(layer, inclusion, parts, exact(c), solver)
+        return _certify(layer, inclusion, parts, exact(c), product_rounding(layer.U, x), solver)
 
 
 def _certify(
-    layer: MonotoneLayer, inclusion: MonotoneInclusion, z: States, c: Tensor, solver: str
+    layer: MonotoneLayer,
+    inclusion: MonotoneInclusion,
+    z: States,
+    c: Tensor,
+    c_off: Tensor,
+    solver: str,
 ) -> MapCertificate:
     operator = inclusion.operator
     upper, norm = operator.norm_uppers()
@@ -87,8 +94,12 @@ def _certify(
     error = torch.where(finite, _error_bound(operator, gap, residual, off, m, norm), math.inf)
     proven, lipschitz = Guarantee.none, None
     note = "I − W is not certified monotone in this precision"
-    notes = []
-    if m > 0:
+    notes, wrong = [], refuted_prox(layer.prior, argument[0])
+    if wrong is not None:
+        error = torch.full_like(error, math.inf)
+        note = "the prior is not what it claims"
+        notes.append(f"REFUTED: {wrong}")
+    elif m > 0:
         proven = Guarantee.contraction if factor < 1 else Guarantee.strong_monotonicity
         lipschitz = layer.input_norm_upper() / m * _UP
         note = "‖U‖/m (Pabbaraju, Winston and Kolter)"
@@ -109,11 +120,12 @@ def _certify(
         error_bound=error,
         rounding=off,
         contraction=factor,
+        input_rounding=c_off / m if m > 0 else torch.full_like(error, math.inf),
         modulus=m,
         lipschitz=lipschitz,
         lipschitz_note=note,
         solver=solver,
-        rigorous=derived and not sampled,
+        rigorous=derived and not sampled and wrong is None,
         numbers=_numbers(layer, operator, m, upper, norm),
         notes=tuple(notes),
     )

@@ -43,7 +43,7 @@ from .function_bounds import UP
 from .guarantee import aligned, number, spread
 from .monotone_layer import entrywise
 from .rounding import direct_convolutions
-from .tracked import CannotFollowError, NoEscape, Tracked
+from .tracked import UNSEEN, CannotFollowError, NoEscape, Tracked
 
 Solve = Callable[..., Solution[Any]]
 Solved = Callable[[str, Any, Solve, Tensor, Any], Solution[Any]]
@@ -206,6 +206,10 @@ class TrackedNetwork:
                 logits = self.network(start)
             except CannotFollowError as error:
                 raise TypeError(str(error)) from error
+            except RuntimeError as error:  # of torch's interpreter
+                if UNSEEN not in start.notes:
+                    raise
+                raise TypeError(UNSEEN) from error
         if not isinstance(logits, Tracked) or logits.ndim != 2 or logits.shape[1] < 2:
             raise TypeError(
                 f"certify takes a network with logits [B, classes], and {self.name} gave "
@@ -224,7 +228,7 @@ def _judged(logits: Tracked, norm: str) -> NetworkCertificate:
     else:
         weight, before = logits.rows
         apart = weight[label][:, None] - weight[None]
-        gap = apart.norm(dim=2) * (1.0 + 1e-12)
+        gap = sample_norm([apart.flatten(0, 1)]).view_as(margin) * (1.0 + 1e-12)
         size = sample_norm([before.plain()])[:, None] * weight.abs().sum(1).max()
         off = off + 4 * sum_error(weight.shape[1] + 1) * size
     off, reach = off + gap * before.error[:, None], gap * before.lipschitz

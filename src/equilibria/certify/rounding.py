@@ -11,7 +11,8 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from equilibria.engine.tree import sample_norm
 from equilibria.problems.norms import FUNCTION, SAFETY, UNIT, sum_error
@@ -27,6 +28,23 @@ def direct_convolutions(z: Tensor) -> AbstractContextManager[None]:
 def norm(t: Tensor) -> Tensor:
     """‖·‖ of each sample, [B]."""
     return sample_norm([t])
+
+
+def product_rounding(module: nn.Module, x: Tensor) -> Tensor:
+    """‖fl(Ux + b) − (Ux + b)‖ ≤ this, [B], in float64: of a linear layer, of a convolution, or of
+    such modules one after the other."""
+    size, terms = x.detach().abs(), 0
+    for part in [module] if isinstance(module, nn.Linear | nn.Conv2d) else module.children():
+        if not isinstance(part, nn.Linear | nn.Conv2d):
+            return torch.full_like(norm(x), torch.inf)
+        weight = part.weight.detach().abs()
+        bias = None if part.bias is None else part.bias.detach().abs()
+        if isinstance(part, nn.Linear):
+            size = F.linear(size, weight, bias)
+        else:
+            size = part._conv_forward(size, weight, bias)
+        terms += weight[0].numel() + 1
+    return SAFETY * sum_error(terms) * norm(size)
 
 
 def _force_error(problem: HiddenProblem, z: Tensor) -> Tensor | None:

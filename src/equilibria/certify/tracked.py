@@ -37,23 +37,23 @@ class Tracked(Tensor):
     notes: list[str]
     version: int
     """Of the numbers: where torch counts another one, they were changed in place since."""
+    numbers: Tensor
 
     @staticmethod
     def wrap(value: Tensor, lipschitz: float, error: Tensor, notes: list[str]) -> Tracked:
         made: Tracked = value.as_subclass(Tracked)
         made.lipschitz, made.error, made.rows, made.notes = lipschitz, error, None, notes
-        made.entries, made.version = None, value._version
+        made.entries, made.version, made.numbers = None, value._version, value
         return made
 
     def bounded(self, entries: Tensor | None) -> None:
         """Take a bound on each entry, and what follows for the norm."""
         self.entries = entries
         if entries is not None:
-            self.lipschitz = min(self.lipschitz, float(entries.norm()) * (1.0 + 1e-9))
+            self.lipschitz = min(self.lipschitz, float(sample_norm([entries])) * (1.0 + 1e-9))
 
     def plain(self) -> Tensor:
-        with torch._C.DisableTorchFunctionSubclass():
-            return Tensor.as_subclass(self, Tensor)
+        return self.numbers
 
     def as_subclass(self, cls: Any) -> Any:
         """Itself: a network cannot take off what is known of it."""
@@ -69,9 +69,9 @@ class Tracked(Tensor):
 
     def passed(self, value: Tensor, constant: float, own: Tensor | float = 0.0) -> Tracked:
         """``value``: of a function with this constant at self, with an error of its own."""
-        rounding = SAFETY * 8 * UNIT * sample_norm([value])
+        rounding = SAFETY * 8 * UNIT * sample_norm([value]) + _TINY * value[0].numel()
         carried = torch.where(self.error > 0.0, self.error * constant, 0.0)
-        lipschitz = self.lipschitz * constant if self.lipschitz else 0.0
+        lipschitz = self.lipschitz * constant + _TINY if self.lipschitz and constant else 0.0
         error = (carried + own + rounding) * UP
         return Tracked.wrap(value, lipschitz * UP, error, self.notes)
 
@@ -87,6 +87,11 @@ class Tracked(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func == _DATA:  # the same memory, but changes of it would not be counted
                 func, name = Tensor.detach, "detach"
+            if func == _SET_DATA:
+                raise CannotFollowError(
+                    "certify cannot follow a network that assigns the data of a value that depends "
+                    "on the input."
+                )
             plain, options = pytree.tree_map_only(cls, cls.plain, (args, kwargs))
             others = [t for t in leaves if type(t) is not cls and isinstance(t, Tensor)]
             before = _versions(others)
@@ -96,7 +101,7 @@ class Tracked(Tensor):
                     f"certify cannot follow a network that writes values which depend on the input "
                     f"into another tensor ({name}); make a new tensor of them (cat, stack)."
                 )
-            if name in _READS or not _known_kinds(out):
+            if name in _READS or not _known_kinds(out) or _shapes_by_numbers(name, args):
                 raise CannotFollowError(
                     f"certify cannot follow a network that decides by its numbers ({name} of a "
                     "value that depends on the input)."
@@ -105,13 +110,48 @@ class Tracked(Tensor):
                 return out
             found = None
             if isinstance(out, Tensor):
-                found = _bounds(name, func, sources, plain, options, out)
+                rules = _torchs_own(func) and out.dtype == torch.float64
+                first = bool(args) and (name == "cat" or name in _SUMS or isinstance(args[0], cls))
+                if rules and first:  # of all torch's functions, the first argument is the input
+                    found = _bounds(name, func, sources, plain, options, out)
             if found is None:
                 sources[0].notes.append(f"no Lipschitz constant is known for {name}")
                 return pytree.tree_map_only(Tensor, sources[0].unknown, out)
-            if out is plain[0]:  # such as relu(x, inplace=True): x has these bounds, too
+            if plain and out is plain[0]:  # such as relu(x, inplace=True): x has these bounds, too
                 vars(args[0]).update(vars(found))
             return found
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """What was not asked above: a scripted function, or one written in C++.
+
+        Torch's interpreter loses the error, so the notes say it too.
+        """
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if isinstance(leaf, cls):
+                leaf.notes.append(UNSEEN)
+        raise CannotFollowError(UNSEEN)
+
+
+UNSEEN = "certify cannot follow values of the input through a scripted function or one in C++."
+_TINY = 1e-300
+"""Where numbers underflow, errors are not relative to them."""
+
+
+def _torchs_own(func: Any) -> bool:
+    """Whether a function is torch's: others may have the same name."""
+    home = getattr(func, "__module__", None) or "torch"
+    return home.partition(".")[0] == "torch" and home.removeprefix("torch._ops") in (home, ".aten")
+
+
+def _shapes_by_numbers(name: str, args: Any) -> bool:
+    """Whether the shape of the answer may depend on the numbers."""
+    if name == "__getitem__":
+        index = pytree.tree_leaves(args[1:])
+        return any(isinstance(i, Tracked) and i.numbers.dtype == torch.bool for i in index)
+    return name in _COUNTS or (name == "where" and len(args) == 1)
 
 
 class NoEscape(TorchFunctionMode):
@@ -135,12 +175,19 @@ def _versions(tensors: list[Tensor]) -> list[int]:
     return [0 if t.is_inference() else t._version for t in tensors]
 
 
-_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
+_DATA, _SET_DATA = Tensor.data.__get__, Tensor.data.__set__  # type: ignore[attr-defined]
 _READS = {
     "__bool__", "__float__", "__int__", "__index__", "__contains__", "item", "tolist", "equal",
     "allclose", "is_nonzero",
 }  # fmt: skip
 """What would let a network branch on its numbers."""
+_COUNTS = {
+    "nonzero", "argwhere", "unique", "unique_consecutive", "masked_select", "bincount",
+    "repeat_interleave", "one_hot", "arange", "to_sparse", "pack_padded_sequence",
+    "_pack_padded_sequence", "tensor_split",
+}  # fmt: skip
+"""What gives an answer whose shape depends on the numbers."""
+_SUMS = {"add", "__add__", "__radd__", "sub", "__sub__", "__rsub__"}
 _FACTS = (int, str, type(None), torch.Size, torch.dtype, torch.device, torch.layout)
 """What may be known of a tensor apart from its numbers: shapes, kinds, places."""
 
@@ -154,7 +201,7 @@ def _bounds(
     name: str, func: Any, sources: list[Tracked], args: Any, kwargs: Any, out: Tensor
 ) -> Tracked | None:
     """``out`` of a function of ``sources`` with what is proven of it; None where nothing is."""
-    if name in ("add", "__add__", "__radd__", "sub", "__sub__", "__rsub__"):
+    if name in _SUMS:
         return _sum(sources, args, kwargs, out)
     if name == "cat":
         return _cat(sources, args, kwargs, out)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from equilibria.certify.network import TrackedNetwork, check_norm
 from equilibria.data.image_data import ImageData
+from equilibria.models.prediction import radius_in_pixels
 
 from .figures import save_certified
 from .model_on_data import (
@@ -92,9 +93,10 @@ def certified_accuracy(
     network = TrackedNetwork(model)
     with progress_bar(steps_in(dataset, batch_size), "certifying", progress) as advance:
         for images, y in batches(dataset, batch_size, device_of(model)):
-            found = network.certify(model_input(model, dataset, images), norm)
+            x = model_input(model, dataset, images)
+            found = network.certify(x, norm)
             right.append((found.label == y).cpu())
-            radius.append((found.radius * scale * (1.0 - 1e-6)).cpu())
+            radius.append(radius_in_pixels(found.radius, x, scale, norm).cpu())
             lipschitz = max(lipschitz, found.lipschitz / scale)
             notes += found.notes
             advance()

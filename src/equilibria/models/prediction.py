@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -91,8 +92,19 @@ def predictions(
     proven = certify_network(model, x)
     # 0 where the network at its exact equilibria has another label.
     same = (proven.label == logits.argmax(1)).cpu()
-    radii = proven.radius.cpu() * same * radius_unit * (1.0 - 1e-6)
+    radii = torch.where(same, radius_in_pixels(proven.radius, x, radius_unit).cpu(), 0.0)
     return [replace(a, radius=r) for a, r in zip(answers, radii.tolist(), strict=True)]
+
+
+def radius_in_pixels(radius: Tensor, x: Tensor, unit: float, norm: str = "2") -> Tensor:
+    """Radii [B] around normalized images x as radii around the images, in pixels from 0 to 1.
+
+    A distance of 1 in x is at least ``unit`` in pixels. x was normalized in float32, with five
+    roundings of numbers of 1 at most, and put into its own type: it lies so far from the image.
+    """
+    entry = 3.0 * torch.finfo(torch.float32).eps + 0.5 * torch.finfo(x.dtype).eps
+    off = entry * (math.sqrt(x[0].numel()) if norm == "2" else 1.0)
+    return (radius * unit - off).clamp_min(0.0) * (1.0 - 1e-6)
 
 
 def _best(logits: Tensor, classes: Sequence[str], top: int) -> list[Any]:

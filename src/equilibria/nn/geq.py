@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Unpack, cast
 
@@ -15,6 +16,7 @@ from equilibria.engine.transforms import (
     may_reuse,
     version,
 )
+from equilibria.engine.tree import sample_norm
 from equilibria.problems import (
     GAUSSIAN_CONCAVITY,
     FixedGamma,
@@ -28,11 +30,14 @@ from equilibria.problems import (
     as_gamma,
 )
 from equilibria.problems.norms import (
+    SAFETY,
     convolution_norm_upper,
     dense_norm,
     exact,
     is_flat,
+    metric_root,
     patched_kernel,
+    sum_error,
 )
 
 from .constraints import NormBounded, constrain
@@ -189,18 +194,36 @@ class GEQ(WeightedLayer):
         return None if mu is None else (1.0 - GAUSSIAN_CONCAVITY * mu**2, 1.0 + mu**2)
 
     @torch.no_grad()
+    def input_rounding(self, x: Tensor) -> Tensor:
+        """How far float64 moves c at most, ‖·‖ [B], and γ: an error of its energies moves z* no
+        more than half as large a relative error of all of c (docs/facts.md, fact 5)."""
+        off, q = super().input_rounding(x), self.problem(x).coupling
+        if not self.gamma.input_dependent or not isinstance(q, Gaussian):
+            return off
+        rows = q._rows(q.c).abs()
+        size = rows if q.metric is None else rows @ q.metric.abs()
+        size = (rows * size).sum((1, 2))
+        spread = torch.where(size > 0.0, size / q._start_energies().sum(1), 0.0)
+        terms = 2 * rows.shape[2] + rows.shape[1] + 16
+        return off + SAFETY * sum_error(terms) * spread * sample_norm([q.c])
+
+    @torch.no_grad()
     def input_norm_upper(self, in_shape: Sequence[int] | None = None) -> float:
         """A proven upper bound on the norm of x ↦ (patch rows of Ux)W_h (docs/facts.md, fact 5)."""
         hidden, plain = self.hidden_weight(), super().input_norm_upper(in_shape)
         if hidden is None:
             return plain
-        weight, w_h = exact(self.U.weight), exact(hidden)  # type: ignore[arg-type]
-        # Float64 rounding of the products with W_h, by the size of their terms.
-        width = w_h.shape[0]
-        slack = 4 * torch.finfo(torch.float64).eps * width * float(w_h.norm() * weight.norm())
+        weight = exact(self.U.weight)  # type: ignore[arg-type]
+        # The features are those of the M that the layer makes, in its own precision.
+        metric = hidden @ hidden.mT
+        w_h, top = metric_root(0.5 * (metric + metric.mT))
+        width, product = w_h.shape[0], plain * top
+        # Float64 rounding of the eigenvalues of M, and of the products, by the size of their terms.
+        unit = torch.finfo(torch.float64).eps * width
+        base, slack = 64 * unit * product**2, 4 * unit * float(w_h.norm() * weight.norm())
         if self.patch is None:
-            return dense_norm(w_h.mT @ weight).upper + slack
-        product = plain * dense_norm(w_h).upper
+            through = dense_norm(w_h.mT @ weight).upper
+            return min(product, math.sqrt(through**2 + base) + slack)
         if is_flat(w_h):
             return product
         channels, size = self.patch.channels, self.patch.size
@@ -208,7 +231,7 @@ class GEQ(WeightedLayer):
         # One term of W_h may stand at p² places of the kernel, so the slack counts each.
         patches = None if in_shape is None else tuple(side // size for side in in_shape[1:])
         through = convolution_norm_upper(kernel, stride=stride, out_size=patches)
-        return min(product, through + size**2 * slack)
+        return min(product, math.sqrt(through**2 + base) + size**2 * slack)
 
 
 class KerDEQ(GEQ):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from equilibria.adjoints import Implicit
 from equilibria.adjoints.graph import captured
+from equilibria.certify.rounding import product_rounding
 from equilibria.engine.adjoint import Adjoint
 from equilibria.engine.result import Solution
 from equilibria.engine.solver import SolverOptions
@@ -365,6 +366,10 @@ class WeightedLayer(FeatureLayer, EquilibriumLayer):
         """
         u = self.input_operator()
         return u.norm_upper() if in_shape is None else u.norm_upper_on(u.output_shape(in_shape))
+
+    def input_rounding(self, x: Tensor) -> Tensor:
+        """How far float64 moves c = Ux + b at most, ‖·‖ [B]."""
+        return product_rounding(self.U, x)
 
     def nominal_norm(self) -> float | None:
         """What the constraint says of ‖W‖₂, with a margin."""

@@ -27,6 +27,11 @@ class GammaPolicy(ABC):
         """γ [B], float32 or better, from a sample's patch energies [B, P], which carry a graph."""
 
     @property
+    def per_sample(self) -> bool:
+        """Whether it holds a γ for each sample, made nobody knows how."""
+        return False
+
+    @property
     @abstractmethod
     def input_dependent(self) -> bool:
         """Whether γ changes with the input, which changes the map x → z* even when detached."""
@@ -177,6 +182,10 @@ class _BoundGamma(_Constant):
     """The γ of a layer's own parameter, the same for every input."""
 
     gamma: Tensor
+
+    @property
+    def per_sample(self) -> bool:
+        return self.gamma.ndim > 0
 
     def __call__(self, energies: Tensor) -> Tensor:
         shape, batch = tuple(self.gamma.shape), energies.shape[0]

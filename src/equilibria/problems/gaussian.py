@@ -97,6 +97,23 @@ def gaussian_sensitivity(
     return torch.where((ratio * t < 1.0) & (a > 0.0), found * scale * up, math.inf)
 
 
+def _energies_with_error(
+    r: Tensor, r_off: Tensor, metric: Tensor | None, gamma: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """v = rM and t = γ⟨r, v⟩, each with the error of what float64 makes, for an r off by r_off."""
+    k = r.shape[-1]
+    v, v_off = r, r_off
+    if metric is not None:
+        size = metric.abs()
+        v = r @ metric
+        v_off = r_off @ size + sum_error(k) * (r.abs() @ size)
+    s = (r * v).sum(-1).clamp_min(0.0)
+    s_off = (r_off * v.abs() + (r.abs() + r_off) * v_off).sum(-1)
+    s_off = s_off + sum_error(k + 1) * (r * v).abs().sum(-1)
+    t = gamma * s
+    return v, v_off, t, gamma * s_off + 2 * UNIT * t
+
+
 def _holds(condition: Tensor) -> bool:
     """Whether a condition on values holds; where they are not known (compile, vmap) it passes."""
     if torch.compiler.is_compiling():
@@ -149,6 +166,8 @@ class Gaussian(ImageCoupling):
         else:
             self.policy = as_gamma(gamma)
             self.gamma = self.policy(self._start_energies())
+            if self.policy.per_sample:  # as a tensor that is given: it may depend on x
+                self.policy = None
 
     def at(self, c: Tensor) -> Self:
         """The same weights at another c, not checked anew; γ is that of the policy there."""
@@ -347,14 +366,20 @@ class Gaussian(ImageCoupling):
         w = self.operator.cast(torch.float64)
         r = exact(w(z.to(w.dtype))) - exact(self.c)
         metric = None if self.metric is None else exact(self.metric)
-        s = exact(self.gamma).unsqueeze(-1) * gaussian_energies(self._rows(r), metric)
+        slack: float | Tensor = 1e-10  # float64 rounding of e^{−s} and of products with it
+        magnitude = w.magnitude()
+        off = UNIT * r.abs()
+        if magnitude is not None:
+            off = off + sum_error(magnitude[1]) * exact(magnitude[0](z.to(w.dtype).abs()))
+        gamma = exact(self.gamma).unsqueeze(-1)
+        _, _, s, s_off = _energies_with_error(self._rows(r), self._rows(off), metric, gamma)
         across = torch.exp(-s)
         along = across * (1.0 - 2.0 * s)
-        slack = 1e-10  # float64 rounding of s, e^{−s} and their products
-        top = (along if self._rank_one else across).amax(-1).clamp_min(0.0)
+        slack = slack + 3.0 * s_off  # the slopes of both are 3 at most
+        top = (slack + (along if self._rank_one else across)).amax(-1).clamp_min(0.0)
         return Curvature(
-            lower=((along.amin(-1) - slack).clamp(-GAUSSIAN_CONCAVITY, 0.0)) * mu2,
-            upper=((top + slack).clamp_max(1.0)) * mu2,
+            lower=((along - slack).amin(-1).clamp(-GAUSSIAN_CONCAVITY, 0.0)) * mu2,
+            upper=(top.clamp_max(1.0)) * mu2,
             rigorous=w.dtype == torch.float64,
             note="at this z, from its patch energies and the upper bound on μ",
         )
@@ -371,17 +396,7 @@ class Gaussian(ImageCoupling):
         wz = self.operator(z)
         r = self._rows(wz - self.c)
         r_off = self._rows(sum_error(terms) * size(z.abs()) + UNIT * (wz - self.c).abs())
-        k = r.shape[-1]
-        v, v_off = r, r_off
-        if self.metric is not None:
-            metric = self.metric.abs()
-            v = r @ self.metric
-            v_off = r_off @ metric + sum_error(k) * (r.abs() @ metric)
-        s = (r * v).sum(-1).clamp_min(0.0)
-        s_off = (r_off * v.abs() + (r.abs() + r_off) * v_off).sum(-1)
-        s_off = s_off + sum_error(k + 1) * (r * v).abs().sum(-1)
-        t = gamma * s
-        t_off = gamma * s_off + 2 * UNIT * t
+        v, v_off, t, t_off = _energies_with_error(r, r_off, self.metric, gamma)
         # e^{−t} is at most e^{−(t − off)}, and differs from it by the factor 1 − e^{−off} at most.
         e = torch.exp(-t)
         e_off = torch.exp(-(t - t_off).clamp_min(0.0)) * -torch.expm1(-t_off) + FUNCTION * e + _TINY

@@ -11,7 +11,7 @@ import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -57,6 +57,14 @@ class Curvature:
     basis: Literal["", "given", "estimated"] = ""
     """Where bounds that are not rigorous come from: the user, or a sample of the spectrum, from
     which nothing may be concluded."""
+
+    def envelope(self) -> Curvature:
+        """Of the Moreau envelope: h ↦ h/(1 + h), increasing; it has no bound where h ≤ −1."""
+        low, high = (torch.as_tensor(t, dtype=torch.float64) for t in (self.lower, self.upper))
+        high = torch.where(high > -1.0, 1.0 - 1.0 / (1.0 + high), math.inf)
+        low = torch.where(low > -1.0, 1.0 - 1.0 / (1.0 + low), -math.inf)
+        ends = [t if t.ndim else float(t) for t in (low, high)]
+        return replace(self, lower=ends[0], upper=ends[1], note=f"envelope of: {self.note}")
 
 
 def inner(a: Tensor, b: Tensor) -> Tensor:
@@ -291,6 +299,10 @@ class _WithLinearTerm(Coupling):
     def _slope_range(self, t: Tensor, far: Tensor) -> tuple[Tensor, Tensor]:
         """|φ′| and |φ″| at most, within ``far`` of t. [B] each."""
 
+    @abstractmethod
+    def _bend_change(self, t: Tensor, far: Tensor) -> Tensor:
+        """By how much φ″ changes at most within ``far`` of t. [B]."""
+
     def check_state(self, z: Tensor) -> None:
         if z.shape != self.c.shape:
             raise ValueError(
@@ -372,10 +384,14 @@ class _WithLinearTerm(Coupling):
     def local_curvature(self, z: Tensor) -> Curvature:
         """−max(φ″(t), 0)‖c‖² − ‖W‖² ≤ ∇²q ≤ max(−φ″(t), 0)‖c‖², t = ⟨c, z⟩."""
         self.check_state(z)
-        bend = self._bend(inner(exact(self.c), exact(z))) * self._squared_norm()
-        lower = -bend.clamp_min(0.0) - self.norm_upper() ** 2
+        terms = exact(self.c) * exact(z)
+        t = terms.flatten(1).sum(1)
+        t_off = sum_error(z[0].numel() + 1) * terms.abs().flatten(1).sum(1)
+        bend, size = self._bend(t), self._squared_norm()
+        off = self._bend_change(t, t_off) + 64 * UNIT * (1.0 + bend.abs())
+        lower = -(bend + off).clamp_min(0.0) * size - self.norm_upper() ** 2
         note = "at this z, from φ″(⟨c, z⟩), ‖c‖ and the upper bound on ‖W‖₂"
-        return Curvature(lower, (-bend).clamp_min(0.0), True, note)
+        return Curvature(lower, (off - bend).clamp_min(0.0) * size, True, note)
 
 
 class Linear(_WithLinearTerm):
@@ -403,6 +419,9 @@ class Linear(_WithLinearTerm):
 
     def _slope_range(self, t: Tensor, far: Tensor) -> tuple[Tensor, Tensor]:
         return torch.ones_like(t), torch.zeros_like(t)
+
+    def _bend_change(self, t: Tensor, far: Tensor) -> Tensor:
+        return torch.zeros_like(t)
 
     def rounding_error(self, z: Tensor) -> Tensor | None:
         off = self._gram_error(z)
@@ -489,6 +508,10 @@ class Polynomial(_WithLinearTerm):
         base, d = (self.offset + t).abs() + far, self.degree
         return d * base ** (d - 1), d * (d - 1) * base ** (d - 2)
 
+    def _bend_change(self, t: Tensor, far: Tensor) -> Tensor:
+        base, d = (self.offset + t).abs() + far, self.degree
+        return torch.zeros_like(t) if d == 2 else d * (d - 1) * (d - 2) * base ** (d - 3) * far
+
     def hessian_lipschitz(self) -> Tensor | float | None:
         """0 for d = 2, 6‖c‖³ for d = 3; none above."""
         if self.degree > 3:
@@ -537,6 +560,9 @@ class Sigmoidal(_WithLinearTerm):
         h = t.tanh()
         slope = (1.0 - h * h + SIGMOID_CURVATURE * far).clamp_max(1.0)
         return slope, ((2.0 * h * (1.0 - h * h)).abs() + 2.0 * far).clamp_max(SIGMOID_CURVATURE)
+
+    def _bend_change(self, t: Tensor, far: Tensor) -> Tensor:
+        return 2.0 * far
 
     def hessian_lipschitz(self) -> Tensor | float | None:
         """2‖c‖³: |tanh‴| ≤ 2."""

@@ -266,9 +266,8 @@ class Problem(HiddenProblem):
         if self._smooth is None:
             return replace(q, lower=self.ridge + q.lower, upper=self.ridge + q.upper)
         r = self._smooth.curvature()
-        if self.regularize == "prox":  # h/(1+h) is increasing: the envelope's Hessian
-            ends = [1.0 if h == math.inf else h / (1.0 + h) for h in (r.lower, r.upper)]
-            r = Curvature(ends[0], ends[1], r.rigorous, f"envelope of: {r.note}")
+        if self.regularize == "prox":
+            r = r.envelope()
         note = f"{q.note}; {r.note}"
         lower, upper = self.ridge + q.lower + r.lower, self.ridge + q.upper + r.upper
         return Curvature(lower, upper, q.rigorous and r.rigorous, note, q.basis)
