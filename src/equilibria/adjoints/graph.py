@@ -30,6 +30,7 @@ from torch.utils import _pytree as pytree
 
 from equilibria.engine.maps import Map
 from equilibria.engine.result import Iterated, Result
+from equilibria.engine.spectral import pull
 from equilibria.engine.transforms import transforms_active
 from equilibria.engine.tree import (
     Leaves,
@@ -60,6 +61,19 @@ class Evaluation:
     sources: list[Tensor]
     stand_ins: list[Tensor]
     modules: list[nn.Module]
+
+    def pull(self, inputs: Sequence[Tensor], v: Leaves) -> Leaves:
+        """(∂f/∂inputs)ᵀv. Parameters stand for themselves: their hooks wait for the gradient that
+        leaves the solve, of which this is a part."""
+        held = [hooks for t in inputs if (hooks := t._backward_hooks)]
+        kept = [dict(hooks) for hooks in held]
+        try:
+            for hooks in held:
+                hooks.clear()
+            return pull(self.outputs, inputs, v)
+        finally:
+            for hooks, own in zip(held, kept, strict=True):
+                hooks.update(own)
 
 
 def evaluate(fn: Map, z: Leaves) -> Evaluation:

@@ -25,7 +25,6 @@ from equilibria.engine.maps import Map
 from equilibria.engine.options import options
 from equilibria.engine.result import BackwardStats, Iterated
 from equilibria.engine.solver import Solver, SolverOptions
-from equilibria.engine.spectral import pull
 from equilibria.engine.transforms import outside_compile, transforms_active
 from equilibria.engine.tree import Leaves, join_samples, keep_samples, part_samples, subtract
 
@@ -255,7 +254,7 @@ class _ImplicitFunction(torch.autograd.Function):
             return (*nothing, *found)
 
         def transpose(v: Leaves) -> Leaves:
-            return pull(graph.outputs, graph.inside, v)
+            return graph.pull(graph.inside, v)
 
         u = rule.solve(transpose, [g.detach() for g in grads])
-        return (*nothing, *pull(graph.outputs, graph.stand_ins, u))
+        return (*nothing, *graph.pull(graph.stand_ins, u))
