@@ -212,7 +212,7 @@ def attach(fn: Map, z: Leaves, graph: Evaluation, rule: Rule) -> Leaves:
     """Leaves with the value of z whose gradient the rule gives; ``graph``: of fn at z."""
     if not graph.sources:
         return z
-    explicit = make_explicit(fn, graph.sources, graph.modules)
+    explicit = make_explicit(fn, graph.sources, graph.closure.modules, all_used=True)
     return list(_ImplicitFunction.apply(explicit, graph, rule, len(z), *z, *graph.sources))
 
 
@@ -250,6 +250,7 @@ class _ImplicitFunction(torch.autograd.Function):
         if torch.is_grad_enabled():
             saved = ctx.saved_tensors
             z, sources = list(saved[:n]), list(saved[n:])
+            graph.check_unchanged(lambda: ctx.explicit(z, sources))
             found = rule.differentiable(ctx.explicit, z, sources, list(grads))
             return (*nothing, *found)
 
