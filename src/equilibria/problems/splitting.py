@@ -362,19 +362,25 @@ def split(
         )
     chosen, prepared = way, way.prepare(problem, z0)
     shared = {field.name: getattr(way, field.name) for field in dataclasses.fields(SolverOptions)}
+
+    def step(u: State, *given: Any) -> tuple[State, Any]:
+        new, z, y = chosen.advance(problem.with_inputs(*given), u, prepared)
+        return new, (z, y)
+
     found = fixed_point(
-        lambda u, *given: chosen.advance(problem.with_inputs(*given), u, prepared)[0],
+        step,
         way.start(problem, z0),
         problem.inputs(),
         solver=Guarded(**shared),
         adjoint=_ADJOINT if adjoint is None or adjoint == Implicit() else adjoint,
         throw=throw,
         callback=callback,
+        aux=True,  # its graph leaves out samples that failed
     )
-    _, z, y = way.advance(problem, found.value, prepared)
+    z, y = found.aux
     steps = ", ".join(f"{step:.4g}" for step in prepared if isinstance(step, float))
     reason = f"{type(way).__name__} with the steps {steps}"
-    return dataclasses.replace(found, value=z, choice=reason), y
+    return dataclasses.replace(found, value=z, choice=reason, aux=None), y
 
 
 def duality_gap(problem: Composite, z: Tensor, y: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
