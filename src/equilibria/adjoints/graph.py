@@ -174,27 +174,32 @@ class Closure:
 
 
 class Constants:
-    """What a map is given and holds, and how often each was changed in place: autograd saves, and
-    so checks, only what has a gradient."""
+    """What a map is given and holds, and how often each was changed in place: autograd, which saves
+    only what it needs, checks no more."""
 
     def __init__(self, fn: Map, closure: Closure) -> None:
         given = [t for t in pytree.tree_leaves(fn.args) if isinstance(t, Tensor)]
-        frozen = [p for m in closure.modules for p in m.parameters() if not p.requires_grad]
+        weights = [p for m in closure.modules for p in m.parameters()]
         wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-        held = [t for t in (*given, *closure.tensors, *frozen) if has_nan(t) and not wrapped(t)]
-        self.held = [(t, version(t)) for t in held]
+        held = (*given, *closure.tensors, *weights)
+        self.tensors = [t for t in held if has_nan(t) and not wrapped(t)]
+        self.note()
+
+    def note(self) -> None:
+        """From here on."""
+        self.versions = [version(t) for t in self.tensors]
 
     def changed(self) -> bool:
         """Whether any was."""
-        return any(version(t) != count for t, count in self.held)
+        return self.versions != [version(t) for t in self.tensors]
 
 
 def changed_in_place() -> RuntimeError:
     """What to raise where they were, and the map is to be evaluated again."""
     return RuntimeError(
         "a tensor that the map uses was changed in place after the solve, and this backward pass "
-        "(create_graph=True, or torch.func) evaluates the map again. Change it later, or give the "
-        "solve a clone of it."
+        "(create_graph=True, torch.func or Unrolled(checkpoint=True)) evaluates the map again. "
+        "Change it later, or give the solve a clone of it."
     )
 
 
