@@ -432,3 +432,12 @@ def test_a_diverged_sample_has_a_zero_derivative(transform: Any) -> None:
 
     found = quiet(lambda: transform(run)(torch.ones(3, 1, dtype=torch.float64)))
     assert_close([found.view(3, 3)], [torch.diag(torch.tensor([2.0, 0.0, 2.0])).double()])
+
+
+def test_a_constant_changed_in_place_before_the_pullback_is_an_error() -> None:
+    x = draw(11, 3, 4)
+    fn: Any = lambda w: solve(lambda z: torch.sin(z @ w.mT + x), torch.zeros_like(x))
+    value, pull = vjp(fn, TANH.parameters[0])
+    x.zero_()
+    with pytest.raises(RuntimeError, match="in place"):
+        pull(torch.ones_like(value))

@@ -71,14 +71,26 @@ def test_a_non_leaf_that_retains_its_gradient() -> None:
     assert_close([weight.grad, x.grad, feature.grad], [*wanted, wanted[1]])
 
 
-def test_hooks_on_parameters_are_called_once_with_the_whole_gradient() -> None:
+@pytest.mark.parametrize("captured", [False, True])
+def test_hooks_on_parameters_are_called_once_with_the_whole_gradient(captured: bool) -> None:
     weight, x = TANH.leaves()
     seen: list[Tensor] = []
-    weight.register_hook(lambda g: seen.append(g.clone()))
-    value = eq.fixed_point(TANH.fn, TANH.start, (weight, x), solver=FORWARD).value
-    loss_of(value).backward()
+
+    def double(g: Tensor) -> Tensor:
+        seen.append(g.clone())
+        return 2.0 * g
+
+    weight.register_hook(double)
+    fn = (lambda z, x: TANH.fn(z, weight, x)) if captured else TANH.fn
+    args = (x,) if captured else (weight, x)
+    value = eq.fixed_point(fn, TANH.start, args, solver=FORWARD).value
+    loss_of(value).backward(retain_graph=True)
+    wanted = dense_of("tanh").gradients(exact_propagator)[0]
     assert len(seen) == 1
-    assert_close(seen, dense_of("tanh").gradients(exact_propagator)[:1])
+    assert weight.grad is not None
+    assert_close([seen[0], weight.grad], [wanted, 2.0 * wanted])
+    loss_of(value).backward()  # the hook is still there
+    assert_close([weight.grad], [4.0 * wanted])
 
 
 class Slotted:

@@ -285,6 +285,44 @@ def test_parametrization_changed_between_forward_and_second_derivative() -> None
         assert_close([f.detach() for f in found], dense_of("tanh").gradients(exact_propagator))
 
 
+OFFSET = draw(11, 3, 4)
+
+
+@pytest.mark.parametrize("way", ["argument", "captured", "global"])
+def test_a_constant_changed_in_place_before_a_second_derivative_is_an_error(way: str) -> None:
+    """The first derivative holds what it needs; with a graph the map is evaluated anew."""
+    weight = TANH.leaves()[0]
+    x = OFFSET if way == "global" else draw(12, 3, 4)
+    kept = x.clone()
+    fn: Any = lambda z: torch.sin(z @ weight.mT + x)
+    if way == "argument":
+        fn = lambda z, x: torch.sin(z @ weight.mT + x)
+    elif way == "global":
+        fn = lambda z: torch.sin(z @ weight.mT + OFFSET)
+    value = solve(fn, torch.zeros_like(x), (x,) if way == "argument" else ())
+    (first,) = torch.autograd.grad(value.sum(), weight, retain_graph=True)
+    x.zero_()
+    (again,) = torch.autograd.grad(value.sum(), weight, retain_graph=True)
+    assert torch.equal(first, again)
+    with pytest.raises(RuntimeError, match="in place"):
+        torch.autograd.grad(value.sum(), weight, create_graph=True)
+    x.copy_(kept)  # as it was: what counts is that the map answers as it did
+    (again,) = torch.autograd.grad(value.sum(), weight, create_graph=True)
+    assert_close([again.detach()], [first])
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated")
+def test_a_scripted_module_has_a_first_derivative_and_refuses_a_second() -> None:
+    plain = nn.Linear(4, 4, bias=False).double()
+    plain.weight.data.copy_(TANH.parameters[0])
+    scripted, x = torch.jit.script(plain), TANH.parameters[1]
+    value = solve(lambda z: torch.tanh(scripted(z) + x), TANH.start)
+    found = torch.autograd.grad(loss_of(value), scripted.weight, retain_graph=True)
+    assert_close(found, dense_of("tanh").gradients(exact_propagator)[:1])
+    with pytest.raises(RuntimeError, match=r"torch\.jit"):
+        torch.autograd.grad(loss_of(value), scripted.weight, create_graph=True)
+
+
 # Failures ------------------------------------------------------------------------------------
 
 

@@ -48,6 +48,17 @@ def test_gradients_are_those_of_the_steps(beta: float, count: int) -> None:
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-9)
 
 
+def test_a_hook_on_a_captured_weight_sees_its_whole_gradient_once() -> None:
+    z0, w, x = leaves()
+    w.register_hook(lambda g: 2.0 * g)
+    solver, adjoint = steps(0.5, 6), eq.Reversible()
+    sol = eq.fixed_point(lambda z, x: tanh_map(z, w, x), z0, (x,), solver=solver, adjoint=adjoint)
+    g = draw(3, 3, 5)
+    found = torch.autograd.grad(sol.value, (z0, w, x), g)
+    for a, b in zip(found, torch.autograd.grad(loop(z0, w, x, 0.5, 6), (z0, w, x), g), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-9)
+
+
 def test_captured_tensors_and_trees() -> None:
     z0, w, x = leaves()
     h = 2.0 * x

@@ -197,6 +197,26 @@ def test_checkpoint_recomputes_each_evaluation_once_and_changes_no_digit() -> No
     assert_close(found[1], found[0], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("held", ["weight", "module"])
+def test_what_changes_before_a_checkpoint_is_recomputed_is_an_error(held: str) -> None:
+    """As without checkpoint, where autograd's own versions tell."""
+    cell = torch.nn.Linear(4, 4, bias=False).double()
+    weight = cell.weight
+
+    def fn(z: Tensor) -> Tensor:
+        return torch.tanh(cell(z) if held == "module" else z @ weight.mT)
+
+    for checkpoint in (False, True):
+        adjoint = eq.Unrolled(checkpoint=checkpoint)
+        value = solve(fn, draw(3, 2, 4), solver=FEW, adjoint=adjoint)
+        (first,) = torch.autograd.grad(value.sum(), weight, retain_graph=True)
+        assert bool(first.any())
+        with torch.no_grad():
+            weight.mul_(0.5)
+        with pytest.raises(RuntimeError, match=r"in ?place"):
+            torch.autograd.grad(value.sum(), weight)
+
+
 @pytest.mark.parametrize("transform", [torch.func.jacrev, torch.func.jacfwd, torch.func.vmap])
 def test_a_tolerance_under_transforms_says_what_to_use(transform: Any) -> None:
     weight, x = TANH.parameters

@@ -57,6 +57,14 @@ MODULES = {
 }
 
 
+@pytest.mark.parametrize("kind", ["dense", "conv"])
+def test_a_weight_whose_squares_leave_the_dtype_is_bounded(kind: str) -> None:
+    module = MODULES[kind](scale=1e12).float()
+    constrain(module, "weight", NormBounded(bound=0.9, size=SIZE))
+    for mode in (False, True):
+        assert norm_of(module.train(mode)) == pytest.approx(0.9, rel=1e-3)
+
+
 @pytest.mark.parametrize("kind", list(MODULES))
 @pytest.mark.parametrize("bound", [0.5, 1.3])
 def test_a_large_weight_lands_on_the_bound(kind: str, bound: float) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from equilibria import ConvergenceWarning
 from equilibria.nn import NormBounded, PolynomialEq, SigmoidEq
@@ -87,6 +88,9 @@ def test_radius_leaves_small_inputs_alone_and_scales_large_ones() -> None:
     c, plain = layer.features(x), layer.U(x)
     torch.testing.assert_close(c[0], plain[0])
     torch.testing.assert_close(c[1], 0.5 * plain[1] / plain[1].norm())
+    huge = SigmoidEq(4, 5, radius=0.5, bias=False)  # whose squares are infinite in float32
+    direction = F.normalize(huge.U(x[1:].float()))
+    torch.testing.assert_close(huge.features(1e25 * x[1:].float()), 0.5 * direction)
     # The projection to a ball does not expand: ‖U‖ stays an upper bound on x ↦ c.
     far = 50 * randn(200, 4, seed=3)
     near = far + randn(200, 4, seed=4)

@@ -216,6 +216,22 @@ def test_least_subgradient_is_the_slope_of_steepest_descent(case: Case, seed: in
     torch.testing.assert_close(moved, least, atol=2e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "scales"),
+    [(torch.float32, (1e-30, 1e25)), (torch.float64, (1e-250, 1e200))],
+    ids=["float32", "float64"],
+)
+def test_a_prox_of_norms_at_any_scale(dtype: torch.dtype, scales: tuple[float, ...]) -> None:
+    """Squares of these numbers leave the dtype."""
+    v = 2 * randn(3, 6, seed=11)
+    length = v.norm(dim=1, keepdim=True)
+    for s in scales:
+        given = (v * s).to(dtype)
+        ball, shrunk = eq.Ball(s).prox(given), eq.GroupSoftThreshold(0.5 * s).prox(given)
+        torch.testing.assert_close(ball.double() / s, v / length, atol=1e-6, rtol=0)
+        torch.testing.assert_close(shrunk.double() / s, v - 0.5 * v / length, atol=1e-6, rtol=0)
+
+
 @pytest.mark.parametrize("tau", [0.4, 1.0, 2.5])
 def test_moreau_identity(tau: float) -> None:
     """prox_{tau f}(v) + tau prox_{f*/tau}(v/tau) = v, with the prox of f* from other priors."""

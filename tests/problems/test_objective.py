@@ -358,3 +358,18 @@ def test_bad_samples_harm_no_other_and_finished_ones_are_dropped() -> None:
     alone = eq.Problem(eq.SoftThreshold(0.3), smooth=squares, x=x[2:], theta=A, state=(N,))
     torch.testing.assert_close(found.value[2:], eq.minimize(alone).value, atol=1e-6, rtol=1e-6)
     assert found.result.tolist()[0] == found.result.tolist()[2] == 0
+
+
+@pytest.mark.parametrize("bad", [float("nan"), 1e4], ids=["nan", "overflow"])
+@pytest.mark.filterwarnings("ignore:.*did not converge")
+def test_bounds_are_estimated_beside_a_bad_sample(bad: float) -> None:
+    def smooth(z: Tensor, x: Tensor) -> Tensor:
+        return (z - x).cosh().sum(1)
+
+    x = randn(3, 4, seed=21)
+    spoiled = x.clone()
+    spoiled[1, 2] = bad
+    solved = [eq.minimize(eq.Problem(eq.NonNegative(), smooth=smooth, x=t)) for t in (x, spoiled)]
+    assert solved[1].result.tolist() == [0, int(eq.Result.nonfinite), 0]
+    torch.testing.assert_close(solved[1].value[::2], x[::2].relu(), atol=1e-6, rtol=0)
+    torch.testing.assert_close(solved[1].value[::2], solved[0].value[::2])

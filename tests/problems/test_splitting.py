@@ -122,6 +122,42 @@ def test_gradients_in_weight_data_and_operator(solver: SplittingOfSum) -> None:
     assert gradcheck(solved, inputs, atol=1e-5, rtol=1e-4, fast_mode=True)
 
 
+@pytest.mark.parametrize(
+    "solver", [eq.ADMM(**TIGHT), eq.ChambollePock(**TIGHT)], ids=["admm", "cp"]
+)
+@pytest.mark.filterwarnings("ignore:.*did not converge")
+def test_a_sample_with_nan_leaves_the_gradients_of_the_others(solver: SplittingOfSum) -> None:
+    def gradients(x: Tensor) -> tuple[Tensor, ...]:
+        a, k = A.clone().requires_grad_(), D.clone().requires_grad_()
+        problem = eq.Composite(eq.Free(), [(eq.SoftThreshold(0.4), k)], eq.LeastSquares(a, x))
+        value = eq.minimize(problem, solver=solver).value
+        return torch.autograd.grad(value[0].square().sum(), (a, k))
+
+    spoiled = X.clone()
+    spoiled[1, 2] = torch.nan
+    for found, alone in zip(gradients(spoiled), gradients(X[:1]), strict=True):
+        torch.testing.assert_close(found, alone, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    "solver", [eq.ADMM(**TIGHT), eq.ChambollePock(**TIGHT)], ids=["admm", "cp"]
+)
+@pytest.mark.parametrize("scale", [1e-30, 1e15, 1e25])
+def test_an_objective_in_other_units_has_the_same_minimizer(
+    solver: SplittingOfSum, scale: float
+) -> None:
+    """With A, x in one unit and the weight in its square: L is 1e-60 to 1e50."""
+
+    def solved(s: float) -> Tensor:
+        fits = eq.LeastSquares(s * A, s * X)
+        problem = eq.Composite(eq.NonNegative(), [(eq.SoftThreshold(0.4 * s * s), D)], fits)
+        solution = eq.minimize(problem, solver=solver)
+        assert bool(solution.converged.all())
+        return solution.value
+
+    torch.testing.assert_close(solved(scale), solved(1.0), rtol=1e-6, atol=1e-7)
+
+
 @settings(max_examples=5, deadline=None)
 @given(st.integers(0, 10**6), st.floats(0.05, 2.0))
 def test_the_bound_of_a_certificate_holds(seed: int, level: float) -> None:

@@ -86,6 +86,19 @@ def test_one_row_is_the_exact_total_variation() -> None:
         torch.testing.assert_close(found, eq.TotalVariation(0.4).prox(v), atol=1e-6, rtol=0)
 
 
+@each
+def test_a_weight_given_as_a_number_keeps_its_digits(isotropic: bool) -> None:
+    """Two pixels move towards each other by the weight; 0.3 and 1e-60 are no float32."""
+    for weight in (0.3, 3e-60):
+        v = torch.tensor([[[10 * weight, 0.0]]], dtype=torch.float64)
+        prior = eq.TotalVariation2d(weight, isotropic=isotropic)
+        wanted = torch.tensor([[[9 * weight, weight]]], dtype=torch.float64)
+        torch.testing.assert_close(prior.prox(v), wanted, rtol=1e-12, atol=0)
+        torch.testing.assert_close(
+            prior.value(v)[0], 10 * weight**2 + 0 * v.sum(), rtol=1e-12, atol=0
+        )
+
+
 @pytest.mark.slow
 def test_certificates_count_the_inner_solve() -> None:
     """A prox to three digits: the bound still holds."""

@@ -32,7 +32,18 @@ from equilibria.engine.transforms import (
 from equilibria.engine.tree import Leaves, add, keep_samples
 
 from .backward import note_backward, solve_adjoint
-from .graph import Substitute, blown_up, clean, has_batch, has_nan, lend, survey, watch
+from .graph import (
+    Constants,
+    Substitute,
+    blown_up,
+    changed_in_place,
+    clean,
+    has_batch,
+    has_nan,
+    lend,
+    survey,
+    watch,
+)
 
 Explicit = Callable[[Leaves, Sequence[Tensor]], Leaves]
 """(leaves of z, dependencies) ↦ leaves of T(z)."""
@@ -62,6 +73,8 @@ class _Problem:
     callback: Callback = None
     counted: list[int] = field(default_factory=lambda: [0, 0])
     """Evaluations and syncs of a forward solve, told by the host."""
+    constants: list[Constants] = field(default_factory=list)
+    """Of the map, as they were after a forward solve."""
 
 
 def solve_functional(
@@ -75,10 +88,12 @@ def solve_functional(
         )
     # What may hold a row per sample is a dependency too: NaN of failed samples is cleaned there.
     sources = [t for t in watch(fn, z0) if _tracked(t) or (has_nan(t) and has_batch(t, z0[0]))]
-    explicit = make_explicit(fn, sources, survey(fn.fn).modules)
+    closure = survey(fn.fn)
+    explicit = make_explicit(fn, sources, closure.modules)
     how = Backward(rule, BackwardStats(), len(z0[0]), fn.coupled)
     problem = _Problem(explicit, len(z0), how, solver, callback)
     out = _SolveFunction.apply(problem, *z0, *sources)
+    problem.constants.append(Constants(fn, closure))
     value, (code, steps, residual, relative) = list(out[: len(z0)]), out[len(z0) :]
     evaluations, syncs = problem.counted
     numbers = code, steps, residual, relative, evaluations, syncs
@@ -105,11 +120,13 @@ def refuse_data_dependence(solver: Solver, name: str) -> None:
         )
 
 
-def make_explicit(fn: Map, sources: Sequence[Tensor], modules: Sequence[nn.Module]) -> Explicit:
+def make_explicit(
+    fn: Map, sources: Sequence[Tensor], modules: Sequence[nn.Module], *, all_used: bool = False
+) -> Explicit:
     """T as a function of z and of the tensors it depends on, wherever it finds them.
 
     Modules are remembered with the tensors they hold now: ``functional_call`` puts others
-    in their place before a backward pass.
+    in their place before a backward pass. ``all_used`` says that T is known to use every source.
     """
     held = [(m, dict([*m.named_parameters(), *m.named_buffers()])) for m in modules]
 
@@ -120,7 +137,14 @@ def make_explicit(fn: Map, sources: Sequence[Tensor], modules: Sequence[nn.Modul
                 stack.enter_context(_reparametrize_module(module, tensors))
             stack.enter_context(mode)
             out = fn(z)
-        return mode.swapped(out)
+        out = mode.swapped(out)
+        if all_used and len(mode.met) < len(mode.swap):
+            raise RuntimeError(
+                "the map uses a tensor where Python does not see it (inside a torch.jit module), "
+                "so that a gradient with create_graph=True would leave it out. Call the module as "
+                "it was before scripting or tracing, or use Unrolled()."
+            )
+        return out
 
     return explicit
 
@@ -166,6 +190,8 @@ class _SolveFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         problem: _Problem = ctx.problem
         n = problem.count
+        if any(held.changed() for held in problem.constants):
+            raise changed_in_place()
         z, deps, failed = _saved(ctx)
         g = keep_samples(~failed, grads[:n])
         found = backward_functional(problem.fn, z, deps, g, problem.how)
@@ -207,7 +233,7 @@ class _SolveFunction(torch.autograd.Function):
             out = torch.vmap(problem.fn, in_dims=(0, dep_dims))(stacked, list(deps))
             return [x.flatten(0, 1) for x in out]
 
-        wide = _Problem(batched, n, problem.how, problem.solver)
+        wide = _Problem(batched, n, problem.how, problem.solver, constants=problem.constants)
         out = _SolveFunction.apply(wide, *[x.flatten(0, 1) for x in z0], *given[n:])
         split = tuple(x.unflatten(0, shapes[0][:2]) for x in out)
         return split, (0,) * len(split)

@@ -30,13 +30,15 @@ from torch.utils import _pytree as pytree
 
 from equilibria.engine.maps import Map
 from equilibria.engine.result import Iterated, Result
-from equilibria.engine.transforms import transforms_active
+from equilibria.engine.spectral import pull
+from equilibria.engine.transforms import transforms_active, version
 from equilibria.engine.tree import (
     Leaves,
     map_tensors,
     per_sample,
     sample_norm,
     select_samples,
+    subtract,
     where_sample,
 )
 
@@ -59,7 +61,30 @@ class Evaluation:
     outputs: Leaves
     sources: list[Tensor]
     stand_ins: list[Tensor]
-    modules: list[nn.Module]
+    closure: Closure
+    constants: Constants
+
+    def check_unchanged(self, again: Callable[[], Leaves]) -> None:
+        """Raise if ``again``, T at the same point now, differs because a constant has changed."""
+        if not self.constants.changed():
+            return
+        with torch.no_grad():
+            gap, size = sample_norm(subtract(again(), self.outputs)), sample_norm(self.outputs)
+        if bool((gap > 100 * torch.finfo(self.outputs[0].dtype).eps ** 0.75 * size).any()):
+            raise changed_in_place()
+
+    def pull(self, inputs: Sequence[Tensor], v: Leaves) -> Leaves:
+        """(∂f/∂inputs)ᵀv. Parameters stand for themselves: their hooks wait for the gradient that
+        leaves the solve, of which this is a part."""
+        held = [hooks for t in inputs if (hooks := t._backward_hooks)]
+        kept = [dict(hooks) for hooks in held]
+        try:
+            for hooks in held:
+                hooks.clear()
+            return pull(self.outputs, inputs, v)
+        finally:
+            for hooks, own in zip(held, kept, strict=True):
+                hooks.update(own)
 
 
 def evaluate(fn: Map, z: Leaves) -> Evaluation:
@@ -85,7 +110,7 @@ def evaluate(fn: Map, z: Leaves) -> Evaluation:
         found, unknown = _walk([edge_of(f) for f in outputs if f.requires_grad], stop, known, since)
         if not unknown:
             sources, copies = [s for s, _ in found], [c for _, c in found]
-            return Evaluation(inside, outputs, sources, copies, closure.modules)
+            return Evaluation(inside, outputs, sources, copies, closure, Constants(fn, closure))
         if compiled:
             break
         if attempt == 0:
@@ -138,13 +163,44 @@ def _sequence_number() -> int:
 
 @dataclass(frozen=True)
 class Closure:
-    """What a function can reach: through cells, defaults, partials, methods and attributes."""
+    """What a function can reach: through cells, defaults, partials, methods and attributes; of its
+    globals the tensors."""
 
     tensors: list[Tensor]
     modules: list[nn.Module]
     """Those inside others left out."""
     compiled: bool
     """Whether torch.compile made the function or something that it calls."""
+
+
+class Constants:
+    """What a map is given and holds, and how often each was changed in place: autograd, which saves
+    only what it needs, checks no more."""
+
+    def __init__(self, fn: Map, closure: Closure) -> None:
+        given = [t for t in pytree.tree_leaves(fn.args) if isinstance(t, Tensor)]
+        weights = [p for m in closure.modules for p in m.parameters()]
+        wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+        held = (*given, *closure.tensors, *weights)
+        self.tensors = [t for t in held if has_nan(t) and not wrapped(t)]
+        self.note()
+
+    def note(self) -> None:
+        """From here on."""
+        self.versions = [version(t) for t in self.tensors]
+
+    def changed(self) -> bool:
+        """Whether any was."""
+        return self.versions != [version(t) for t in self.tensors]
+
+
+def changed_in_place() -> RuntimeError:
+    """What to raise where they were, and the map is to be evaluated again."""
+    return RuntimeError(
+        "a tensor that the map uses was changed in place after the solve, and this backward pass "
+        "(create_graph=True, torch.func or Unrolled(checkpoint=True)) evaluates the map again. "
+        "Change it later, or give the solve a clone of it."
+    )
 
 
 # Beyond these a closure holds more than a map (a trainer, a data set). The rest is found later, on
@@ -185,7 +241,9 @@ def _collect(item: Any, found: list[Any], seen: set[int], depth: int) -> None:
     elif isinstance(item, types.MethodType):
         inner = (item.__self__, item.__func__)
     elif isinstance(item, types.FunctionType):
+        named = (item.__globals__.get(name) for name in item.__code__.co_names)
         inner = [*captured(item).values(), *(item.__defaults__ or ())]
+        inner += [t for t in named if isinstance(t, Tensor)]
     elif hasattr(item, "__dict__") and not isinstance(item, (type, types.ModuleType)):
         inner = vars(item).values()
     for child in list(inner):
@@ -243,15 +301,22 @@ class Substitute(TorchFunctionMode):
         super().__init__()
         self.swap = {id(a): b for a, b in zip(old, new, strict=True)}
         self.keep = list(old)  # ids stay valid while the tensors live
+        self.met: set[int] = set()  # those that were replaced
+
+    def _new(self, t: Tensor) -> Tensor:
+        if id(t) not in self.swap:
+            return t
+        self.met.add(id(t))
+        return self.swap[id(t)]
 
     def swapped(self, leaves: Sequence[Tensor]) -> Leaves:
         """Tensors that a function returned as it found them, replaced too."""
-        return [self.swap.get(id(t), t) for t in leaves]
+        return [self._new(t) for t in leaves]
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        args, kwargs = map_tensors(lambda t: self.swap.get(id(t), t), (args, kwargs or {}))
+        args, kwargs = map_tensors(self._new, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 

@@ -25,7 +25,6 @@ from equilibria.engine.maps import Map
 from equilibria.engine.options import options
 from equilibria.engine.result import BackwardStats, Iterated
 from equilibria.engine.solver import Solver, SolverOptions
-from equilibria.engine.spectral import pull
 from equilibria.engine.transforms import outside_compile, transforms_active
 from equilibria.engine.tree import Leaves, join_samples, keep_samples, part_samples, subtract
 
@@ -213,7 +212,7 @@ def attach(fn: Map, z: Leaves, graph: Evaluation, rule: Rule) -> Leaves:
     """Leaves with the value of z whose gradient the rule gives; ``graph``: of fn at z."""
     if not graph.sources:
         return z
-    explicit = make_explicit(fn, graph.sources, graph.modules)
+    explicit = make_explicit(fn, graph.sources, graph.closure.modules, all_used=True)
     return list(_ImplicitFunction.apply(explicit, graph, rule, len(z), *z, *graph.sources))
 
 
@@ -251,11 +250,12 @@ class _ImplicitFunction(torch.autograd.Function):
         if torch.is_grad_enabled():
             saved = ctx.saved_tensors
             z, sources = list(saved[:n]), list(saved[n:])
+            graph.check_unchanged(lambda: ctx.explicit(z, sources))
             found = rule.differentiable(ctx.explicit, z, sources, list(grads))
             return (*nothing, *found)
 
         def transpose(v: Leaves) -> Leaves:
-            return pull(graph.outputs, graph.inside, v)
+            return graph.pull(graph.inside, v)
 
         u = rule.solve(transpose, [g.detach() for g in grads])
-        return (*nothing, *pull(graph.outputs, graph.stand_ins, u))
+        return (*nothing, *graph.pull(graph.stand_ins, u))

@@ -16,7 +16,6 @@ from equilibria.engine.maps import Map, Surrogate
 from equilibria.engine.options import options
 from equilibria.engine.result import Iterated
 from equilibria.engine.solver import Solver
-from equilibria.engine.spectral import pull
 from equilibria.engine.transforms import outside_compile, transforms_active
 from equilibria.engine.tree import (
     Leaves,
@@ -218,7 +217,7 @@ def _undo(
     graph = evaluate(pair.fn, pair.narrow(at))
     old = where_sample(active, pair.undone(new, without_graph(graph.outputs)), new)
     weight = keep_samples(active, [pair.beta * g for g in g_new])
-    pulled = pull(graph.outputs, [*graph.inside, *graph.stand_ins], pair.narrow(weight))
+    pulled = graph.pull([*graph.inside, *graph.stand_ins], pair.narrow(weight))
     for source, g in zip(graph.sources, pulled[len(at) :], strict=True):
         if id(source) not in total:
             raise RuntimeError(

@@ -21,13 +21,16 @@ from equilibria.engine.tree import Leaves, unflatten, where_sample
 
 from .functional import refuse_data_dependence
 from .graph import (
+    Constants,
     blown_up,
+    changed_in_place,
     cleaned,
     cut_off,
     finite_samples,
     host_may_read,
     isolate,
     lend,
+    survey,
     without_gradient,
 )
 
@@ -74,6 +77,8 @@ class Unrolled(Adjoint):
         """The map, recomputed in the backward pass where that was asked for."""
         if not self.checkpoint:
             return fn
+        if not torch.compiler.is_compiling():
+            fn = _unchanged(fn)
         return fn.wrapped(lambda inner, *given: checkpoint(inner, *given, use_reentrant=False))
 
     def _run_unseen(self, fn: Map, z0: Leaves, solver: Solver, callback: Callback) -> Iterated:
@@ -100,3 +105,17 @@ def _pinned(fn: Map, failed: Tensor, at: Leaves) -> Map:
         return inner(unflatten(leaves, fn.spec), *args)
 
     return fn.wrapped(held)
+
+
+def _unchanged(fn: Map) -> Map:
+    """The map, which raises if what it uses was changed in place by others since its last call."""
+    constants = Constants(fn, survey(fn.fn))
+
+    def checked(inner: Callable[..., Any], *given: Any) -> Any:
+        if constants.changed():
+            raise changed_in_place()
+        out = inner(*given)
+        constants.note()
+        return out
+
+    return fn.wrapped(checked)

@@ -118,14 +118,15 @@ class OperatorNorm(nn.Module):
     @torch.no_grad()
     def right_inverse(self, weight: Tensor) -> Tensor:
         """The weight itself; v is converged on it."""
-        w = self.operator(weight.detach().to(torch.promote_types(weight.dtype, torch.float32)))
+        work = weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
         shape = (1, *self._input_shape(weight))
         if weight.is_meta:
             found = weight.new_empty(shape)
         elif not bool(torch.isfinite(weight).all()):
             raise ValueError("OperatorNorm: the weight holds NaN or infinite entries.")
         else:
-            found = leading_vector(w, shape).to(weight.dtype)
+            unit = work.abs().amax().clamp_min(torch.finfo(work.dtype).tiny)  # no square overflows
+            found = leading_vector(self.operator(work / unit), shape).to(weight.dtype)
         if self.v is not None and self.v.shape == found.shape:
             self.v.copy_(found)
         else:
@@ -147,14 +148,15 @@ class OperatorNorm(nn.Module):
 
     @torch.no_grad()
     def _iterate(self, weight: Tensor) -> None:
-        """v ← WᵀWv/‖WᵀWv‖, ``steps`` times."""
+        """v ← WᵀWv, ``steps`` times, its largest entry 1: the sum of its squares may overflow."""
         work = torch.promote_types(weight.dtype, torch.float32)
         stored = self._vector()
         with without_autocast(weight):
             w = self.operator(weight.detach().to(work))
             v = stored.to(work)
             for _ in range(self.steps):
-                v = _unit(w.adjoint(w(v), v.shape[1:]))
+                v = w.adjoint(w(v), v.shape[1:])
+                v = v / torch.linalg.vector_norm(v, torch.inf).clamp_min(torch.finfo(work).tiny)
         stored.copy_(v)
 
     def extra_repr(self) -> str:

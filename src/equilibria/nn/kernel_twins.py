@@ -11,6 +11,7 @@ from equilibria.engine.options import check_number
 from equilibria.engine.tree import per_sample
 from equilibria.problems import HiddenProblem, Polynomial, Problem, Sigmoidal
 from equilibria.problems.kernels import SIGMOID_CURVATURE, inner
+from equilibria.problems.priors import at_least_float32
 from equilibria.solvers import Anderson, ProximalGradient
 
 from .layer import LayerOptions, WeightedLayer
@@ -39,8 +40,12 @@ class _ScalarKernelLayer(WeightedLayer):
         c = super().features(x)
         if self.radius is None:
             return c
-        size = inner(c, c).clamp_min(self.radius**2).sqrt()  # no square root near zero
-        return (c * per_sample(self.radius / size, c)).to(c.dtype)
+        # In units in which no square leaves the dtype; and no square root near zero.
+        largest = at_least_float32(c.detach().abs().flatten(1).amax(1))
+        unit = largest.clamp_min(self.radius)
+        d, radius = c / per_sample(unit, c), self.radius / unit
+        size = torch.maximum(inner(d, d), radius.square()).sqrt()
+        return (d * per_sample(self.radius / size, c)).to(c.dtype)
 
     def start(self, problem: HiddenProblem, x: Tensor) -> Tensor:
         return problem.default_start()

@@ -268,7 +268,7 @@ def _largest(gram: Tensor, best: float) -> float:
         v = start.expand(len(gram), -1, -1)
         top = int(top_ritz(partial(torch.matmul, gram), v, steps=_FEW).argmax())
         found = float(top_ritz(partial(torch.matmul, gram[top, None]), start[None]))
-        if found <= level:
+        if not found > level:  # NaN too: of what overflows there is no eigenvalue, an error
             found = float(torch.linalg.eigvalsh(gram[top])[-1])
         level = max(level, found * (1.0 + _ABOVE))
         if level <= 0.0:  # zero at all frequencies of this block: a difference, along one axis
@@ -317,8 +317,11 @@ def top_ritz(
                 off = torch.stack(beside, 1)
                 t = t + torch.diag_embed(off, 1) + torch.diag_embed(off, -1)
             size = t.abs().amax((1, 2)).clamp_min(tiny)  # LAPACK fails on numbers near underflow
-            found = torch.linalg.eigvalsh(t / size[:, None, None])[:, -1] * size
-            if bool((found <= last * (1.0 + rtol)).all()):
+            scaled = t / size[:, None, None]
+            known = torch.isfinite(scaled).all(2).all(1)  # one map with NaN harms no other
+            found = torch.linalg.eigvalsh(torch.where(known[:, None, None], scaled, 0.0))[:, -1]
+            found = torch.where(known, found * size, torch.nan)
+            if bool((~known | (found <= last * (1.0 + rtol))).all()):
                 break
         beta = length(image)
         beside.append(beta)

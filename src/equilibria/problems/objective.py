@@ -120,7 +120,10 @@ class Smooth(Coupling):
         moved = z - (per_sample(step, z) * self.grad(z)).to(z.dtype)
         other = ritz_ends(self, moved)
         high = _MARGIN * torch.maximum(high, other[1])
-        return torch.minimum(low, other[0]), torch.where(high > 0, high, 1.0)
+        low = torch.minimum(low, other[0])
+        # Of a sample that failed nothing is known; its result code will say so.
+        known = torch.isfinite(low) & torch.isfinite(high)
+        return torch.where(known, low, 0.0), torch.where(known & (high > 0), high, 1.0)
 
     def local_curvature(self, z: Tensor) -> Curvature:
         if self._given:

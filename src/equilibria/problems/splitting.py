@@ -102,7 +102,8 @@ class Composite(HiddenProblem):
     def sizes(self) -> tuple[float, float, float]:
         """``sqrt(max(m, L/100) L)`` (1 without a smooth part), L, and ``sum_i |K_i|^2``."""
         bounds = self.curvature()
-        m, high = (float(torch.as_tensor(t).max()) for t in (bounds.lower, bounds.upper))
+        ends = bounds.lower, bounds.upper
+        m, high = (float(t.max()) if isinstance(t, Tensor) else float(t) for t in ends)
         middle = math.sqrt(max(m, 0.01 * high) * high) if high > 0 else 1.0
         return middle, high, float(sum(K.norm_upper() ** 2 for _, K in self.terms))
 
@@ -313,7 +314,7 @@ class ChambollePock(SplittingOfSum):
                 f"ChambollePock needs finite bounds and found L = {high:g}, Σ‖K‖² = {norm:g}. Give "
                 "bounds=(m, L) to Smooth, and norm_bound to ModuleOperator."
             )
-        norm = max(norm, 1e-12 * high, 1e-300)
+        norm = norm if norm > 1e-100 * high else max(high, 1.0)  # K = 0: any step does
         sigma = self.sigma or (0.5 * high / norm if high > 0 else norm**-0.5)
         limit = 1.0 / (0.5 * high + sigma * norm)
         if self.tau is not None and self.tau > limit * (1 + 1e-9):
@@ -362,19 +363,25 @@ def split(
         )
     chosen, prepared = way, way.prepare(problem, z0)
     shared = {field.name: getattr(way, field.name) for field in dataclasses.fields(SolverOptions)}
+
+    def step(u: State, *given: Any) -> tuple[State, Any]:
+        new, z, y = chosen.advance(problem.with_inputs(*given), u, prepared)
+        return new, (z, y)
+
     found = fixed_point(
-        lambda u, *given: chosen.advance(problem.with_inputs(*given), u, prepared)[0],
+        step,
         way.start(problem, z0),
         problem.inputs(),
         solver=Guarded(**shared),
         adjoint=_ADJOINT if adjoint is None or adjoint == Implicit() else adjoint,
         throw=throw,
         callback=callback,
+        aux=True,  # its graph leaves out samples that failed
     )
-    _, z, y = way.advance(problem, found.value, prepared)
+    z, y = found.aux
     steps = ", ".join(f"{step:.4g}" for step in prepared if isinstance(step, float))
     reason = f"{type(way).__name__} with the steps {steps}"
-    return dataclasses.replace(found, value=z, choice=reason), y
+    return dataclasses.replace(found, value=z, choice=reason, aux=None), y
 
 
 def duality_gap(problem: Composite, z: Tensor, y: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

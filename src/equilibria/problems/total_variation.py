@@ -105,7 +105,9 @@ class TotalVariation2d(JointPrior):
         """Of each pixel, ``[B or 1, 1, ...]``: beside the dimension of the differences."""
         if z.ndim < 3:
             raise ValueError(f"TotalVariation2d takes images [B, ..., H, W], got {tuple(z.shape)}")
-        held = torch.as_tensor(aligned(self, "weight", z), device=z.device)
+        given = aligned(self, "weight", z)
+        dtype = given.dtype if isinstance(given, Tensor) else at_least_float32(z).dtype
+        held = torch.as_tensor(given, dtype=dtype, device=z.device)
         return held.reshape(held.shape or [1] * z.ndim).unsqueeze(1)
 
     def value(self, z: Tensor) -> Tensor:
