@@ -120,6 +120,24 @@ def test_blown_sample_gets_its_last_bounded_iterate(grows_at: int) -> None:
     assert torch.isfinite(solution.stats.residual).all()
 
 
+@pytest.mark.parametrize("atol", [0.0, 1e-4])
+@pytest.mark.parametrize("batch", [1, 7, 64, 65])
+def test_each_sample_stops_at_its_own_first_step_within_tolerance(batch: int, atol: float) -> None:
+    """On a CPU the host compares the norms of up to 64 samples itself. z ← az + 1 from 0 is
+    zₙ = (1 − aⁿ)/(1 − a) with the residual aⁿ."""
+    a = torch.linspace(0.9, 0.05, batch, dtype=torch.float64).unsqueeze(1)
+    fn = lambda z, a: a * z + 1
+    solver = Picard(rtol=1e-5, atol=atol, block=1, max_steps=200)
+    solution = eq.fixed_point(fn, torch.zeros_like(a), a, solver=solver)
+    n = torch.arange(200, dtype=torch.float64)
+    passes = a**n <= atol + 1e-5 * (1 - a ** (n + 1)) / (1 - a)
+    taken = passes.int().argmax(1)
+    assert solution.stats.steps.tolist() == (taken + 1).tolist()
+    assert solution.converged.all()
+    expected = (1 - a[:, 0] ** taken) / (1 - a[:, 0])
+    torch.testing.assert_close(solution.value[:, 0], expected, rtol=1e-12, atol=0)
+
+
 def test_looks_depend_on_the_step_alone() -> None:
     """A sick sample is found at the same step whatever its mates do, so that answers cannot."""
     for place in (0, 3):

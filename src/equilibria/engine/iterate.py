@@ -196,7 +196,6 @@ class _Run:
         self.compaction_checked = False
         self.hold: Tensor | None = None
         self.coupled, self.asked = fn.coupled, False  # asked: whether coupling was looked for
-        self.quick_decides = fn.surrogate is None and len(set(self.judge.tolerances)) == 1
         self._begin(z0)
         if fn.coupled and solver.joins and not size:
             self._join(z0)
@@ -304,10 +303,13 @@ class _Run:
     def _test_start(self, point: Point) -> Tensor | None:
         """Is the start the answer? If not: the units to solve in, where they are not all 1."""
         _, residual, scale = self.safe
+        self.syncs += 1
+        clear = self.judge.clearly_passing(residual, scale, None)
+        if clear is not None and not any(clear):
+            return None
         passed = self._still_active(self.judge.passes(point, residual, scale))
         size = torch.maximum(residual, scale)
         odd = strange(size) & ~passed
-        self.syncs += 1
         count, extreme = _count([passed, odd])
         if extreme and not self.in_units:
             unit = torch.where(strange(size), power_of_two(size), 1.0)
@@ -356,17 +358,21 @@ class _Run:
         exact = bool(self.judge.size)
         if not exact:
             residual, scale = point.quick_norm, quick_norm(without_graph(point.f))
-            if self.quick_decides and self.judge.changes_nothing(residual, scale, self.active):
-                self.syncs += 1
-                return
-            passed, odd = self.judge.quick(residual, scale)
-            passed = self._fallen(passed, residual, step) if self.quick_decides else passed
-            passed = self._believed(self._still_active(passed), point, state)
-            odd = self._still_active(odd)
-            lost = self._lost(residual, scale) if self.fn.surrogate is None else []
+            clear = self.judge.clearly_passing(residual, scale, self.active)
             self.syncs += 1
-            count, unsure, *regained = _count([passed, odd, *lost])
-            exact = unsure > 0 or (count > 0 and not self.quick_decides)
+            if clear is None:
+                passed, odd = self.judge.quick(residual, scale)
+                lost = self._lost(residual, scale) if self.fn.surrogate is None else []
+                others = [self._still_active(odd), *lost]
+            elif any(clear):
+                passed, lost, others = torch.tensor(clear, device=scale.device), [], []
+            else:
+                return
+            passed = self._fallen(passed, residual, step) if self.judge.quick_decides else passed
+            passed = self._believed(self._still_active(passed), point, state)
+            count, *found = _count([passed, *others])
+            exact = any(found[:1]) or (count > 0 and not self.judge.quick_decides)
+            regained = found[1:]
         if exact:
             residual, scale = judged_norms(self.fn, point)
             passed = self._still_active(self.judge.passes(point, residual, scale))

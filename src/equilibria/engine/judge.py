@@ -68,6 +68,7 @@ class Judge:
         device = z0[0].device.type
         self.fn, self.size, self.patience = fn, size, solver.patience
         self.tolerances = [solver.relative_tolerance(d, device) for d in fn.dtypes(z0)]
+        self.quick_decides = fn.surrogate is None and len(set(self.tolerances)) == 1
         self.rtol = max(self.tolerances)
         self.eps = max(torch.finfo(x.dtype).eps for x in z0)
         self.atol: float | Tensor = float(solver.atol)
@@ -90,20 +91,27 @@ class Judge:
         """Which samples, [B], would not pass by the growth of their scale alone."""
         return (residual < 0.99 * peak) | (residual == 0)
 
-    def changes_nothing(self, residual: Tensor, scale: Tensor, active: Tensor | None) -> bool:
-        """Whether, by these quick norms, clearly no active sample passes and no other fails.
+    def clearly_passing(
+        self, residual: Tensor, scale: Tensor, active: Tensor | None
+    ) -> list[bool] | None:
+        """Which active samples pass by these quick norms, where that is clear of each of them and
+        none of the others fails; else None.
 
         Where the host may read, it knows that sooner than ``quick``, which decides what is close.
         """
-        if not isinstance(self.atol, float) or not read_freely(scale):
-            return False
+        decides = self.quick_decides and not self.size and isinstance(self.atol, float)
+        if not (decides and read_freely(scale)):
+            return None
         low, high = ORDINARY[scale.dtype]
         runs = [True] * len(scale) if active is None else active.tolist()
+        passes = []
         for r, s, running in zip(residual.tolist(), scale.tolist(), runs, strict=True):
             allowed = self.atol + self.rtol * s
-            if not (low <= s <= high and (r > 1.001 * allowed if running else r <= allowed)):
-                return False
-        return True
+            sure = r < 0.999 * allowed or r > 1.001 * allowed if running else r <= allowed
+            if not (sure and low <= s and max(r, s) <= high):
+                return None
+            passes.append(running and r < allowed)
+        return passes
 
     def quick(self, residual: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         """(passes, unsure), [B] each, by quick norms, which are wrong at extreme scales.

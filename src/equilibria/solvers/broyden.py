@@ -12,6 +12,7 @@ from equilibria.engine.solver import Point, Solver
 from equilibria.engine.tree import (
     History,
     Leaves,
+    accumulation_dtype,
     add,
     quick_norm,
     read_freely,
@@ -34,6 +35,7 @@ class BroydenState:
     s: Leaves  # empty before the first step
     g: Leaves
     norm: Tensor  # ‖g‖
+    one: Tensor  # [B]: ones; a Python number would be made a tensor at each use
     fresh: Tensor | None = None  # [B]: samples whose H was reset after the step s was taken
 
     def marks(self, valid: Tensor | None) -> Tensor:
@@ -71,9 +73,9 @@ class Broyden(Solver):
         )
 
     def init(self, z: Leaves) -> BroydenState:
-        none = torch.zeros(len(z[0]), device=z[0].device)
+        one = torch.ones(len(z[0]), dtype=accumulation_dtype(z[0].dtype), device=z[0].device)
         u, v = History(z, self.memory), History(z, self.memory)
-        return BroydenState(u, v, None, [], [], none)
+        return BroydenState(u, v, None, [], [], one, one)
 
     def step(self, point: Point, state: BroydenState) -> tuple[Leaves, BroydenState]:
         g, norm, s = point.residual, self._norm(point, state), state.s
@@ -110,17 +112,18 @@ class Broyden(Solver):
         s_e = s_d = sample_dot(s, state.u.write_scaled(rank, unit, e))
         if e is not d:
             s_d = sample_dot(s, d) * unit
-        s_s = sample_dot(s, s) if state.u.functional else 1.0
+        s_s = sample_dot(s, s) if state.u.functional else state.one
         inverse = self._safe_inverse(s_s - s_e, keep)
         # H ← H + e vᵀ/sᵀHy, and vᵀg = −sᵀd.
         state.v.write_scaled(rank, inverse, v)
         if e is d:
-            step = scale_samples(1.0 + s_d * inverse, d)
+            step = scale_samples(state.one + s_d * inverse, d)
         else:
             step = add(d, scale_samples(s_d * inverse, e))
         if valid is not None:
             valid = torch.cat([valid, valid.new_ones(len(valid), 1, 1)], 2)
-        return add(point.z, step), BroydenState(state.u, state.v, valid, step, g, norm)
+        after = BroydenState(state.u, state.v, valid, step, g, norm, state.one)
+        return add(point.z, step), after
 
     def _in_units(self, state: BroydenState) -> bool:
         """Whether the driver sees to it that squares of norms are ordinary numbers."""
