@@ -633,7 +633,7 @@ def judge_problem(seed: int, number: int) -> tuple[str, list[str]]:
         # Where every entry is clamped the truth is zero, and steps before it leave rounding.
         floor = 100 * EPS[dtype] * float(g.abs().amax())
         if isinstance(adjoint, eq.Unrolled):
-            floor = RTOL[dtype] * float(g.abs().amax())  # nearly collinear residuals amplify it
+            floor = 30 * RTOL[dtype] * float(g.abs().amax())  # as above: the truth may be zero
         found += _compare(ours, (truth[0], truth[1]), allowed, "the gradient", floor)
     return text, found
 

@@ -51,6 +51,14 @@ def test_a_large_unrolled_problem_has_a_gradient_after_a_restart() -> None:
     assert not wrong
 
 
+def test_steps_taken_again_without_a_bad_sample_have_numbers_of_their_own() -> None:
+    """Rounding made the second path of Anderson another one; its residual was that of the first."""
+    text, wrong = run_case(4100, 2676)
+    assert "Unrolled" in text
+    assert "bad=0" in text
+    assert not wrong
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [2, 3])
 def test_ten_minutes_find_nothing_wrong(seed: int) -> None:

@@ -52,6 +52,8 @@ def _both(package: str, name: str) -> tuple[str, str]:
 
 # What begins so is gone, and why.
 DROPPED: dict[str, str] = {
+    "equilibria.experiments.Listed.measured": "len(listed.longest), which has the numbers, too",
+    "equilibria.experiments.Listed(measured": "the same",
     "equilibria.evaluation.Reliability.to_dict": "dataclasses.asdict gives the same",
     "equilibria.evaluation.CorruptionReport.mean_corruption_error": "a line of torch",
     **{

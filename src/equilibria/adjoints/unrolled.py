@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -69,8 +70,16 @@ class Unrolled(Adjoint):
             start = [lend(z, part.failed) for z in z0]
             if not part.apart:
                 again = _pinned(again, part.failed, start)
-            value = iterate(again, start, solver).value
-            done.value = cut_off(part.failed, value, [x.detach() for x in done.value])
+            healthy = iterate(again, start, solver)
+            done.value = cut_off(part.failed, healthy.value, [x.detach() for x in done.value])
+            # Steps that rounding magnifies are not the same ones again: say what these reached.
+            for name in ("result", "steps", "residual", "relative"):
+                ends = getattr(done, name), getattr(healthy, name)
+                setattr(done, name, torch.where(part.failed, *ends))
+            if done.counts is not None:
+                done.counts = {Result(c): n for c, n in Counter(done.result.tolist()).items()}
+            done.evaluations += healthy.evaluations
+            done.syncs += healthy.syncs
         return done
 
     def _stored(self, fn: Map) -> Map:
