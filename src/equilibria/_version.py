@@ -1,3 +1,3 @@
 """The version, in one place: the build reads it from here, and so does ``equilibria``."""
 
-__version__ = "0.7.0"
+__version__ = "0.8.0"
