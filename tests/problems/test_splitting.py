@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from fractions import Fraction
 from functools import partial
@@ -271,3 +272,46 @@ def test_an_inverse_that_solves_another_system_is_refused() -> None:
         torch.testing.assert_close(found, solved(prior), atol=1e-8, rtol=0)
         with pytest.raises(ValueError, match="does not solve"):
             solved(prior, inverse=partial(inverse, 1.0 - right))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "solver",
+    [
+        *(eq.ADMM(rho=rho) for rho in (1e-6, 1e-3, 1e3, 1e5)),
+        *(eq.ChambollePock(sigma=sigma) for sigma in (1e-8, 1e-4, 1e3)),
+        eq.ChambollePock(tau=1e-5),
+        *(eq.DouglasRachford(gamma=gamma) for gamma in (1e-5, 1e-3, 1e4)),
+    ],
+)
+def test_steps_far_from_the_default_call_nothing_converged_that_is_not(
+    solver: Any, dtype: torch.dtype
+) -> None:
+    """Against the optimality conditions of the lasso, coordinate by coordinate, in float64."""
+    torch.manual_seed(3)
+    A, b = torch.randn(8, 6, dtype=dtype), torch.randn(5, 8, dtype=dtype)
+    terms = [] if isinstance(solver, eq.DouglasRachford) else [(eq.SoftThreshold(0.2), None)]
+    weight = 0.5 + 0.2 * len(terms)
+    problem = eq.Composite(eq.SoftThreshold(0.5), terms, eq.LeastSquares(A, b))
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        sol = eq.minimize(problem, solver=solver)
+    z, wide, target = sol.value.double(), A.double(), b.double()
+    slope = (z @ wide.T - target) @ wide
+    off = torch.where(z == 0, (slope.abs() - weight).clamp_min(0), slope + weight * z.sign())
+    right = off.norm(dim=1) <= 500 * (1e-4 if dtype == torch.float32 else 1e-8) * (
+        (target @ wide).norm(dim=1) + weight
+    )
+    assert (right | ~sol.converged).all()
+    assert bool(heard) is not bool(sol.converged.all())
+    usual = eq.minimize(problem, solver=type(solver)())
+    assert usual.converged.all()
+
+
+def test_a_step_near_the_default_converges_and_throw_raises_far_from_it() -> None:
+    torch.manual_seed(3)
+    A, b = torch.randn(8, 6), torch.randn(5, 8)
+    problem = eq.Composite(eq.SoftThreshold(0.5), [], eq.LeastSquares(A, b))
+    assert eq.minimize(problem, solver=eq.ADMM(rho=20.0)).converged.all()
+    with pytest.raises(eq.NotConvergedError, match=r"stagnated|step limit"):
+        eq.minimize(problem, solver=eq.DouglasRachford(gamma=1e-6), throw=True)

@@ -23,8 +23,9 @@ from equilibria.adjoints.graph import host_may_read
 from equilibria.engine.adjoint import Adjoint
 from equilibria.engine.krylov import GMRES
 from equilibria.engine.options import check_number, options
-from equilibria.engine.result import Solution
+from equilibria.engine.result import NotConvergedError, Result, Solution, warn_user
 from equilibria.engine.solver import Bounds, Choice, SolverOptions
+from equilibria.engine.tree import per_sample
 from equilibria.entry import TrajectoryCallback, fixed_point
 from equilibria.problems.kernels import Coupling, Curvature, SumCoupling, inner
 from equilibria.problems.objective import LeastSquares
@@ -38,6 +39,7 @@ State = tuple[Tensor, ...]
 Inverse = Callable[[Tensor, float], Tensor]
 Advanced = tuple[State, Tensor, list[Tensor]]
 
+_STEPS = ("rho", "gamma", "tau", "sigma")
 _DENSE = 2048  # largest state of which ADMM inverts a matrix
 _ADJOINT = Implicit(solver=GMRES(restart=60, max_steps=2000))  # J may have eigenvalues near 1
 
@@ -196,7 +198,7 @@ class SplittingOfSum(SolverOptions):
 
     def __post_init__(self) -> None:
         SolverOptions.__post_init__(self)
-        for name in {"rho", "gamma", "tau", "sigma"} & {f.name for f in dataclasses.fields(self)}:
+        for name in {*_STEPS} & {f.name for f in dataclasses.fields(self)}:
             check_number(self, name, low=0.0, low_open=True, optional=True)
 
     @abstractmethod
@@ -381,7 +383,60 @@ def split(
     z, y = found.aux
     steps = ", ".join(f"{step:.4g}" for step in prepared if isinstance(step, float))
     reason = f"{type(way).__name__} with the steps {steps}"
-    return dataclasses.replace(found, value=z, choice=reason, aux=None), y
+    done = dataclasses.replace(found, value=z, choice=reason, aux=None)
+    if any(getattr(way, name, None) is not None for name in _STEPS) and host_may_read(z):
+        done = _checked(problem, done, y, way, throw=throw)
+    return done, y
+
+
+@torch.no_grad()
+def _checked(
+    problem: Composite, done: Solution[Tensor], y: Sequence[Tensor], way: Any, *, throw: bool
+) -> Solution[Tensor]:
+    """Steps of the user's may hardly move a state far from the minimum: there it has not converged.
+
+    What they leave is measured without them, by a step as long as z and its image are large.
+    """
+    z = done.value.detach()
+    limit = 100.0 * way.relative_tolerance(z.dtype, z.device.type)
+    far = done.converged & (_distance(problem, z, [t.detach() for t in y]) > limit)
+    if not bool(far.any()):
+        return done
+    result = torch.where(far, int(Result.stagnated), done.result).to(done.result.dtype)
+    done = dataclasses.replace(done, result=result)
+    given = ", ".join(name for name in _STEPS if getattr(way, name, None) is not None)
+    message = (
+        f"{type(way).__name__} did not converge for all samples: {int(far.sum())} of {len(far)} "
+        f"samples stagnated (they hardly move by {done.choice}, and are not optimal: leave out "
+        f"{given}, or give a value nearer to the default)."
+    )
+    if throw:
+        raise NotConvergedError(message, done)
+    warn_user(message)
+    return done
+
+
+def _distance(problem: Composite, z: Tensor, y: Sequence[Tensor]) -> Tensor:
+    """Of z from what a proximal step makes of it, and of its images from points with these
+    subgradients, relative to their size, [B]."""
+
+    def norm(t: Tensor) -> Tensor:
+        found: Tensor = t.flatten(1).norm(dim=1)
+        return found
+
+    duals, gap = [], torch.zeros_like(norm(z))
+    for (h, _), image, dual in zip(problem.terms, problem.images(z), y, strict=True):
+        v = image + dual
+        duals.append(v - h.prox(v))
+        gap = gap + norm(image - h.prox(v))
+    slope, pulled = problem.gradient(z), problem.pull(duals, z)
+    size = norm(slope) + norm(pulled)
+    unit = torch.where((size > 0) & (norm(z) > 0), norm(z) / size, 1.0)
+    at = per_sample(unit, z)
+    moved = norm(problem.prior.prox(z - at * (slope + pulled), at) - z)
+    whole = math.sqrt(problem.sizes()[2]) * norm(z)
+    ratios = moved / (unit * size), gap / whole
+    return torch.stack([t.nan_to_num(0.0) for t in ratios]).amax(0)
 
 
 def duality_gap(problem: Composite, z: Tensor, y: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
