@@ -452,11 +452,11 @@ def judge_layer(seed: int, number: int) -> tuple[str, list[str]]:
             return (loss(step) - loss(-step)) / (2.0 * step)
 
         coarse, fine = difference(1e-3), difference(1e-4)
-        beside_kink = difference(1e-6)  # a kink within 1e-4 is not within 1e-6
+        nearer = [difference(step) for step in (1e-5, 1e-6)]  # a kink, or a jump, may be between
     if any("converge" in str(h.message) or "tolerance" in str(h.message) for h in heard):
         return text, []
     error = abs(coarse - fine) + 1e-3 * (abs(fine) + 1e-4)  # kinks and curvature, solver noise
-    if min(abs(slope - fine), abs(slope - beside_kink)) > 5.0 * error:
+    if min(abs(slope - found) for found in (fine, *nearer)) > 5.0 * error:
         return text, [f"the gradient is {slope:.6g}, central differences {fine:.6g} (bad={bad})"]
     return text, []
 
