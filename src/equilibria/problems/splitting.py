@@ -424,12 +424,9 @@ def _distance(problem: Composite, z: Tensor, y: Sequence[Tensor]) -> Tensor:
         found: Tensor = t.flatten(1).norm(dim=1)
         return found
 
-    duals, gap = [], torch.zeros_like(norm(z))
-    for (h, _), image, dual in zip(problem.terms, problem.images(z), y, strict=True):
-        v = image + dual
-        duals.append(v - h.prox(v))
-        gap = gap + norm(image - h.prox(v))
-    slope, pulled = problem.gradient(z), problem.pull(duals, z)
+    near = _subgradients(problem, z, y)
+    gap = sum((norm(image - w) for image, w, _ in near), torch.zeros_like(norm(z)))
+    slope, pulled = problem.gradient(z), problem.pull([dual for _, _, dual in near], z)
     size = norm(slope) + norm(pulled)
     unit = torch.where((size > 0) & (norm(z) > 0), norm(z) / size, 1.0)
     at = per_sample(unit, z)
@@ -439,6 +436,16 @@ def _distance(problem: Composite, z: Tensor, y: Sequence[Tensor]) -> Tensor:
     return torch.stack([t.nan_to_num(0.0) for t in ratios]).amax(0)
 
 
+def _subgradients(
+    problem: Composite, z: Tensor, y: Sequence[Tensor]
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Of each term ``(K_i z, w_i, an element of dh_i(w_i))``, for a ``w_i`` near ``K_i z``."""
+    images = problem.images(z)
+    sums = [image + dual for image, dual in zip(images, y, strict=True)]
+    near = [h.prox(v) for (h, _), v in zip(problem.terms, sums, strict=True)]
+    return [(image, w, v - w) for image, w, v in zip(images, near, sums, strict=True)]
+
+
 def duality_gap(problem: Composite, z: Tensor, y: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """``|r|`` and ``gap``, ``[B]`` each: ``G(z) - min G <= gap + |r|^2/(2m)``, m that of ``f + g``.
 
@@ -446,13 +453,10 @@ def duality_gap(problem: Composite, z: Tensor, y: Sequence[Tensor]) -> tuple[Ten
     known: ``gap = sum_i h_i(K_i z) - h_i(w_i) - <y_i, K_i z - w_i>``. ``r`` is the element of least
     norm of ``df(z) + grad g(z) + K'y``. And ``m |z - z*|^2 <= |r| |z - z*| + gap``.
     """
-    gap, duals = z.new_zeros(z.shape[0]), []
-    for (h, _), image, dual in zip(problem.terms, problem.images(z), y, strict=True):
-        v = image + dual
-        w = h.prox(v)
-        duals.append(v - w)
-        ends = h.sample_value(image), h.sample_value(w), inner(v - w, image - w)
-        noise = torch.finfo(v.dtype).eps * math.sqrt(v[0].numel()) * sum(t.abs() for t in ends)
+    gap, near = z.new_zeros(z.shape[0]), _subgradients(problem, z, y)
+    for (h, _), (image, w, dual) in zip(problem.terms, near, strict=True):
+        ends = h.sample_value(image), h.sample_value(w), inner(dual, image - w)
+        noise = torch.finfo(w.dtype).eps * math.sqrt(w[0].numel()) * sum(t.abs() for t in ends)
         gap = gap + (ends[0] - ends[1] - ends[2]).clamp_min(0.0) + 8.0 * noise
-    force = problem.gradient(z) + problem.pull(duals, z)
+    force = problem.gradient(z) + problem.pull([dual for _, _, dual in near], z)
     return problem.prior.least_subgradient(z, force).flatten(1).norm(dim=1), gap
