@@ -118,8 +118,17 @@ def test_the_recipe_as_printed_takes_steps_and_random_augmentation() -> None:
     assert choices.change == "recipe=printed, epochs=80, validation=0"
     with pytest.raises(ValueError, match="these tables have one recipe"):
         plan(describe("opteq-table3").cells, Choices(recipe="printed"))
-    with pytest.raises(ValueError, match="expected one of ours, printed"):
+    with pytest.raises(ValueError, match="expected one of ours, randaugment, printed"):
         Choices(recipe="paper")
+
+
+def test_the_recipe_with_randaugment_is_ours_but_for_augmentation_length_and_images() -> None:
+    cells = describe("geq-table1").cells_of(("GEQ 8M",))
+    ours, other = (plan(cells, Choices(recipe=name))[0] for name in ("ours", "randaugment"))
+    changed = set(other.config.differences(ours.config)) - {"out"}
+    assert changed == {"augment", "epochs", "validation"}
+    assert list(other.config.augment)[:3] == ["crop", "flip", "rand_augment"]
+    assert (other.config.epochs, other.config.validation) == (120, 0.0)
 
 
 @settings(deadline=None, max_examples=20)

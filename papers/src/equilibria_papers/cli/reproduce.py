@@ -50,9 +50,9 @@ def reproduce(
     recipe: Annotated[
         str,
         typer.Option(
-            metavar="ours|printed",
-            help="How networks on CIFAR are trained: by our recipe, or by the paper's as printed "
-            "(steps of the rate, RandAugment).",
+            metavar="ours|randaugment|printed",
+            help="How networks on CIFAR are trained: by our recipe, by ours with RandAugment and "
+            "120 epochs, or by the paper's as printed (steps of the rate, RandAugment).",
         ),
     ] = "ours",
     epochs: Annotated[

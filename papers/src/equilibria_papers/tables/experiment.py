@@ -63,8 +63,8 @@ class Job:
     """Options of the model, in JSON's types."""
     data: str
     recipe: Mapping[str, Any]  # Options of TrainConfig
-    printed: Mapping[str, Any] = field(default_factory=dict)
-    """What the recipe that the paper states changes in it; empty: there is one recipe."""
+    recipes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """What other recipes change in it, by their names; empty: there is one recipe."""
     classes: str = "all"  # "all"; "first half": only those are learned; "superclass": GEQ §4.3
     measures: tuple[str, ...] = ("quality",)  # Names of ``measures.MEASURES``
     trained: bool = True

@@ -27,7 +27,7 @@ MACHINE = frozenset(
 )
 """Where and on what machine something is run does not change what it is."""
 
-RECIPES = ("ours", "printed")
+RECIPES = ("ours", "randaugment", "printed")
 
 # What belongs to the plan, not to the recipe.
 _RESERVED = ("model", "data", "data_root", "out", "seed", "accelerator", "devices", "model_options")
@@ -43,7 +43,7 @@ class Choices:
     only: tuple[str, ...] = ()  # Rows of the table; none: all
     smoke: bool = False  # Tiny networks on the digits, by the same code: a test, not a result
     stand_in: bool = False  # Whether other data may stand in for data that are not at hand
-    recipe: str = "ours"  # "printed": as the paper states it, where ours is another
+    recipe: str = "ours"  # One of RECIPES
     overrides: Mapping[str, Any] = field(default_factory=dict)
     """Options of TrainConfig in place of the recipe's; the table says so."""
     device: str | None = None  # "cpu", "cuda", "cuda:1"; None: a GPU where there is one
@@ -172,10 +172,10 @@ def plan(cells: Iterable[Cell], choices: Choices) -> list[Planned]:
     is united: it is one folder, and the weights are loaded once.
     """
     jobs = {id(cell.job): cell.job for cell in cells if cell.job is not None}
-    if choices.recipe == "printed" and not any(job.printed for job in jobs.values()):
+    if choices.recipe != "ours" and not any(job.recipes for job in jobs.values()):
         raise ValueError(
-            "recipe='printed': these tables have one recipe, as far as the paper states it; leave "
-            "it out. It is for networks on CIFAR in tables of GEQ, KerDEQ and our own."
+            f"recipe={choices.recipe!r}: these tables have one recipe, as far as the paper states "
+            "it; leave it out. It is for networks on CIFAR in tables of GEQ, KerDEQ and our own."
         )
     made: dict[str, Planned] = {}
     for job in jobs.values():
@@ -199,8 +199,9 @@ def plan_of(job: Job, choices: Choices) -> list[Planned]:
 def _planned(job: Job, seed: int, choices: Choices, there: bool) -> Planned:
     """``there``: whether the job's own data are taken."""
     stands_in = missing = ""
-    if choices.recipe == "printed":
-        job = dataclasses.replace(job, recipe=_override(job.recipe, job.printed))
+    if choices.recipe in job.recipes:
+        recipe = _override(job.recipe, job.recipes[choices.recipe])
+        job = dataclasses.replace(job, recipe=recipe)
     model_options = dict(job.options)
     if choices.smoke:
         model_options |= {k: v for k, v in job.smoke.items() if k != "image_size"}

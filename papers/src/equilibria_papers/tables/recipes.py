@@ -12,7 +12,9 @@ from .experiment import Job
 
 _DECLARED = tomllib.loads(Path(__file__).with_name("recipes.toml").read_text("utf-8"))
 CIFAR: Mapping[str, Any] = MappingProxyType(_DECLARED["cifar"])
-CIFAR_PRINTED: Mapping[str, Any] = MappingProxyType(_DECLARED["cifar_printed"])
+CIFAR_RECIPES: Mapping[str, Any] = MappingProxyType(
+    {name: _DECLARED[f"cifar_{name}"] for name in ("randaugment", "printed")}
+)
 IMAGENET: Mapping[str, Any] = MappingProxyType({**CIFAR, **_DECLARED["imagenet"]})
 OPTEQ: Mapping[str, Any] = MappingProxyType(_DECLARED["opteq"])
 OPTEQ_IMAGENET: Mapping[str, Any] = MappingProxyType(_DECLARED["opteq_imagenet"])
@@ -65,7 +67,7 @@ def cifar(
     """
     changed = {**CIFAR, **recipe} if recipe else CIFAR
     instead = {} if data == "cifar10" else {"data": "cifar10"}
-    more = {"printed": CIFAR_PRINTED, "graphs": True, "stand_in": instead, **more}
+    more = {"recipes": CIFAR_RECIPES, "graphs": True, "stand_in": instead, **more}
     return job(model, data, recipe=changed, **more)
 
 

@@ -64,6 +64,9 @@ def describe(name: str) -> Experiment:
     return EXPERIMENTS[name]
 
 
+_WITH = {"ours": "", "randaugment": ", with RandAugment", "printed": ", recipe as printed"}
+
+
 @dataclass(frozen=True)
 class Longest:
     """A cell with the numbers of the longest training that there is of it."""
@@ -78,7 +81,7 @@ class Longest:
         cell = self.found.cell
         note = " (other data)" if self.found.status == STAND_IN else ""
         note = note or (" (earlier recipe)" if self.found.outdated else "")
-        name = cell.name + ("" if self.recipe == "ours" else ", recipe as printed")
+        name = cell.name + _WITH[self.recipe]
         seeds = str(len(self.found.samples))
         return name, cell.paper, self.found.number + note, str(self.epochs or "–"), seeds
 
