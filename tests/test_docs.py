@@ -93,18 +93,29 @@ def test_the_headline_numbers_are_those_of_the_files() -> None:
     seeds = ("", "seed1/", "seed2/")
     stack = [result(f"cifar10_geq_stack_8m_after/{s}measured.json") for s in seeds]
     chain = [result(f"cifar10_geq_chain_5m/{s}evaluation.json") for s in seeds]
-    assert f"**{spread([s['measures']['quality']['accuracy'] for s in stack])}**" in readme
+    assert f"{spread([s['measures']['quality']['accuracy'] for s in stack])}, three" in readme
+    table = result("reproduce/geq-table1--recipe=randaugment.json")["cells"]
+    found = {
+        (c["row"], c["column"].removesuffix(", accuracy in %")): [s["value"] for s in c["samples"]]
+        for c in table
+    }
+    for data in ("CIFAR-10", "CIFAR-100"):
+        assert f"**{found['GEQ 8M', data][0]:.2f}%**" in readme
+    assert f"{spread(found['ResNet-18', 'CIFAR-10'])} (two seeds)" in readme
+    assert f"{found['ResNet-18', 'CIFAR-100'][0]:.2f}%" in readme
     assert f"**{spread([100 * s['metrics']['accuracy'] for s in chain])}**" in readme
     proven = result("certified_cifar/certified.json")
     assert f"**{proven['certified'][0]['accuracy']:.1%}**" in readme
     assert f"{proven['accuracy']:.1%} are right" in readme
-    for name, start in (("geq_step_equal", "**"), ("geq_step", "; ")):
-        rows = result(f"{name}.json")["rows"]
-        ours, theirs = rows["branches graph"], rows["branches torchdeq anderson"]
+    five, ten = (result(f"geq_step_{name}.json")["rows"] for name in ("equal", "defaults"))
+    ours, peer = five["branches graph"], "branches torchdeq anderson"
+    for start, theirs in (("**", five[peer]), ("; ", ten[peer])):
         ratio = ours["train_images_per_second"] / theirs["train_images_per_second"]
         assert f"{start}{ratio:.1f} times" in readme
-        assert f"{ours['train_images_per_second']:,} and" in speed
-        assert f"{ours['residual']:.4f} and {theirs['residual']:.4f}" in speed
+        assert f"{theirs['train_images_per_second']:,}" in speed
+        assert f"{theirs['residual']:.4f}" in speed
+    assert f"{ours['train_images_per_second']:,} and" in speed
+    assert f"residuals {ours['residual']:.4f} and" in speed
     for network in result("certified_digits.json")["networks"].values():
         cells = [f"{c['accuracy']:.1%} ({c['attacked']:.1%})" for c in network["certified"]]
         assert " | ".join([f"{network['accuracy']:.1%}", *cells]) in labels
