@@ -246,7 +246,8 @@ def test_moves_are_pillows(name: str, sign: float) -> None:
         (20, 24), Image.Transform.AFFINE, (a, b, c, d, e, f), Image.Resampling.BILINEAR
     )
     x = torch.from_numpy(smooth / 255).float().view(1, 1, 24, 20)
-    ours, _ = warp(x, None, affine([name], torch.tensor([m]), 24, 20), border=False)
+    theta = affine(torch.tensor([OPERATIONS.index(name)]), torch.tensor([m]), 24, 20)
+    ours, _ = warp(x, None, theta, border=False)
     away = (slice(8, 16), slice(8, 12))
     difference = np.abs(ours[0, 0].numpy() * 255 - np.asarray(theirs, float))[away]
     assert difference.max() < 2.5
@@ -262,10 +263,10 @@ def test_every_operation_is_drawn_for_every_sample_by_itself(
         drawn.extend([name] * len(x))
         return change_color(x, name, level)
 
-    def noted_affine(kinds: list[str], level: torch.Tensor, h: int, w: int) -> torch.Tensor:
-        drawn.extend(kinds)
-        assert torch.equal(level.abs(), torch.full((len(kinds),), 9.0))
-        return affine(kinds, level, h, w)
+    def noted_affine(chosen: torch.Tensor, level: torch.Tensor, h: int, w: int) -> torch.Tensor:
+        drawn.extend(OPERATIONS[k] for k in chosen.tolist())
+        assert torch.equal(level.abs(), torch.full((len(chosen),), 9.0))
+        return affine(chosen, level, h, w)
 
     monkeypatch.setattr(augmentation, "change_color", noted)
     monkeypatch.setattr(augmentation, "affine", noted_affine)

@@ -308,42 +308,44 @@ class RandAugment(Transform):
         return x, y
 
     def _layer(self, x: Tensor, y: Tensor | None, chosen: Tensor, level: Tensor) -> Pair:
-        moving = (chosen >= 1) & (chosen <= len(_MOVES))
-        if bool(moving.any()):
-            kinds = [OPERATIONS[k] for k in chosen[moving].tolist()]
-            theta = _sent(affine(kinds, level[moving], x.shape[2], x.shape[3]), x.device)
-            index = _sent(moving.nonzero().flatten(), x.device)
-            moved, part = warp(x[index], None if y is None else y[index], theta, border=False)
-            x = x.index_copy(0, index, moved)
-            if y is not None and part is not None:
-                y = y.index_copy(0, index, part)
-        for name in _COLORS:
-            where = chosen == OPERATIONS.index(name)
-            if bool(where.any()):
-                index = _sent(where.nonzero().flatten(), x.device)
-                m = _sent(level[where], x.device)
+        counts = torch.bincount(chosen, minlength=len(OPERATIONS)).tolist()
+        still, moving, colors = counts[0], sum(counts[1 : 1 + len(_MOVES)]), counts[-len(_COLORS) :]
+        order = chosen.argsort(stable=True)  # samples of one operation beside each other
+        index = _sent(order, x.device)
+        parts = list(x[index].split([still, moving, *colors]))
+        levels = _sent(level[order], x.device).split([still, moving, *colors])
+        if moving:
+            which = order[still : still + moving]
+            theta = affine(chosen[which], level[which], x.shape[2], x.shape[3])
+            there = index[still : still + moving]
+            masks = None if y is None else y[there]
+            parts[1], masks = warp(parts[1], masks, _sent(theta, x.device), border=False)
+            if y is not None and masks is not None:
+                y = y.index_copy(0, there, masks)
+        for place, name in enumerate(_COLORS, 2):
+            if len(parts[place]):
+                m = levels[place]
                 m = 1 + 0.03 * m if name in _BLENDS else m.abs() / _STEPS
-                x = x.index_copy(0, index, change_color(x[index], name, m.to(x.dtype)))
-        return x, y
+                parts[place] = change_color(parts[place], name, m.to(x.dtype))
+        return x.index_copy(0, index, torch.cat(parts)), y
 
 
-def affine(kinds: list[str], level: Tensor, height: int, width: int) -> Tensor:
-    """θ [B, 2, 3] for ``warp`` of the operations ``kinds``, with signed magnitudes ``level`` [B].
+def affine(chosen: Tensor, level: Tensor, height: int, width: int) -> Tensor:
+    """θ [B, 2, 3] for ``warp`` of the operations number ``chosen`` [B], magnitudes ``level`` [B].
 
     In pixels from the middle, the output at p is the input at A p + t; θ is that in [−1, 1]².
     """
-    rows = []
-    for kind, m in zip(kinds, level.tolist(), strict=True):
-        a = d = math.cos(math.radians(m)) if kind == "rotate" else 1.0
-        c = math.sin(math.radians(m)) if kind == "rotate" else 0.0
-        b = 0.01 * m if kind == "shear_x" else -c
-        c = 0.01 * m if kind == "shear_y" else c
-        s = 0.015 * m * width if kind == "translate_x" else 0.0
-        t = 0.015 * m * height if kind == "translate_y" else 0.0
-        rows.append(
-            [[a, b * height / width, 2 * s / width], [c * width / height, d, 2 * t / height]]
-        )
-    return torch.tensor(rows)
+    m = level.double()
+
+    def only(name: str, values: Tensor) -> Tensor:
+        return torch.where(chosen == OPERATIONS.index(name), values, 0.0)
+
+    angle = only("rotate", torch.deg2rad(m))
+    a, sine = angle.cos(), angle.sin()
+    b, c = only("shear_x", 0.01 * m) - sine, only("shear_y", 0.01 * m) + sine
+    s, t = only("translate_x", 0.03 * m), only("translate_y", 0.03 * m)
+    rows = [a, b * height / width, s, c * width / height, a, t]
+    return torch.stack(rows, 1).view(-1, 2, 3).float()
 
 
 def warp(x: Tensor, y: Tensor | None, theta: Tensor, *, border: bool) -> Pair:
