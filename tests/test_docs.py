@@ -99,8 +99,8 @@ def test_the_headline_numbers_are_those_of_the_files() -> None:
         (c["row"], c["column"].removesuffix(", accuracy in %")): [s["value"] for s in c["samples"]]
         for c in table
     }
-    for data in ("CIFAR-10", "CIFAR-100"):
-        assert f"**{found['GEQ 8M', data][0]:.2f}%**" in readme
+    for images in ("CIFAR-10", "CIFAR-100"):
+        assert f"**{found['GEQ 8M', images][0]:.2f}%**" in readme
     assert f"{spread(found['ResNet-18', 'CIFAR-10'])} (two seeds)" in readme
     assert f"{found['ResNet-18', 'CIFAR-100'][0]:.2f}%" in readme
     assert f"**{spread([100 * s['metrics']['accuracy'] for s in chain])}**" in readme
