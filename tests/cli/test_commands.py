@@ -436,6 +436,15 @@ def test_help_shows_no_type_of_a_flag(command: list[str], cli: Cli) -> None:
     assert "bool" not in said.lower()
 
 
+def test_help_has_no_line_breaks_of_the_source(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line ends where the next word does not fit."""
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = cli.shown("models", "--help").splitlines()
+    first = next(k for k, line in enumerate(lines) if "For a single one" in line)
+    here, following = (line.split() for line in lines[first + 1 : first + 3])
+    assert len(" ".join([*here, following[0]])) > 78
+
+
 def test_the_list_of_commands_says_what_their_own_help_says() -> None:
     from equilibria.cli.app import COMMANDS, make_app
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from equilibria.data.sampling import Shards, held_out, mix, shuffled
+from equilibria.data.sampling import Shards, few, held_out, mix, shuffled
 
 MASK = 2**64 - 1
 
@@ -71,6 +71,24 @@ def test_every_class_gives_its_share(sizes: list[int], fraction: float, seed: in
             assert max(1, min(low, size - 1)) <= taken <= min(size - 1, max(high, 1))
         else:
             assert taken == 0
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=6), st.data(), st.integers(0, 99))
+def test_a_few_are_as_many_as_asked_for(sizes: list[int], data: st.DataObject, seed: int) -> None:
+    """Also where a share is less than one sample, or all but a few are taken."""
+    labels = torch.cat([torch.full((n,), k) for k, n in enumerate(sizes)])
+    count = len(labels)
+    samples = data.draw(st.integers(1, count))
+    mask = few(labels, count, samples, seed)
+    assert int(mask.sum()) == samples
+    assert torch.equal(mask, few(labels, count, samples, seed))
+    drawn = torch.bincount(labels[mask], minlength=len(sizes)).tolist()
+    wanted = [size * samples / count for size in sizes]
+    if all(1.0 <= share <= size - 1.0 for share, size in zip(wanted, sizes, strict=True)):
+        assert all(abs(n - share) < 1.0 for n, share in zip(drawn, wanted, strict=True))
+    if len(set(sizes)) == 1:
+        assert max(drawn) - min(drawn) <= 1
+    assert int(few(None, count, samples, seed).sum()) == samples
 
 
 def test_without_labels_or_with_single_samples_the_whole_is_split() -> None:

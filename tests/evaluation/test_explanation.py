@@ -16,6 +16,7 @@ import equilibria as eq
 from equilibria import evaluation
 from equilibria.evaluation import Explanation
 from tests.cli.running import Cli
+from tests.data.made_files import write_parquet
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +39,23 @@ def network(name: str, **options: Any) -> Any:
 def explained(model: Any, files: list[Path], **options: Any) -> list[Explanation]:
     answers = evaluation.predict_files(model, files, top=3)
     return evaluation.explain(model, answers, **options)
+
+
+@pytest.mark.filterwarnings("ignore::equilibria.models.InputWarning")
+def test_a_row_of_a_parquet_file_is_explained_as_its_picture(
+    files: list[Path], tmp_path: Path
+) -> None:
+    rows = tmp_path / "rows.parquet"
+    write_parquet(rows, {"image": [files[1].read_bytes(), files[0].read_bytes()]})
+    model = network("geq_digits", widths=[4], depth=1, hidden=8)
+    (expected,) = explained(model, files[:1], certify=False)
+    found = explained(model, [rows], certify=False)
+    assert [each.prediction.file.name for each in found] == [
+        f"rows.parquet row {i}" for i in (0, 1)
+    ]
+    assert torch.equal(found[1].pixels, expected.pixels)
+    residuals = [one.layers[0].residual for one in (found[1], expected)]
+    assert residuals[0] == pytest.approx(residuals[1], rel=1e-2, abs=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore::equilibria.models.InputWarning")

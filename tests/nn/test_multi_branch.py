@@ -329,6 +329,19 @@ def test_bad_inputs(layers: Any, x: Any, error: type[Exception], message: str) -
 # ---------------------------------------------------------------------- chains
 
 
+@pytest.mark.parametrize("chained", [False, True])
+def test_the_inputs_of_the_branches(chained: bool) -> None:
+    model = chain(chain=chained, solver=TIGHT)
+    x = torch.randn(3, 4, 8, 8, dtype=torch.float64)
+    with torch.no_grad():
+        _, expected = by_hand(model, x)
+    before = copy.deepcopy(model.train().state_dict())
+    for found, wanted in zip(model.inputs(x), expected, strict=True):
+        torch.testing.assert_close(found, wanted, atol=1e-8, rtol=1e-8)
+    assert model.training
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
 def test_the_error_of_a_chain_is_bounded() -> None:
     model = chain(solver=eq.Picard(rtol=1e-2))
     tight = copy.deepcopy(model)

@@ -70,9 +70,9 @@ def test_the_speed_counts_images_and_not_their_pixels(monkeypatch: pytest.Monkey
     metrics = EpochMetrics()
     metrics.add(torch.tensor(1.0), torch.tensor(50), torch.tensor(100), 4)
     assert metrics.latest()["samples_per_second"] == 2.0
-    metrics = stored(metrics)  # a resumed epoch counts from there
+    metrics = stored(metrics)  # stopped at 6 s; a resumed epoch, from 4 s on, has its own rate
     metrics.add(torch.tensor(1.0), torch.tensor(50), torch.tensor(100), 6)
-    assert metrics.speed() == {"seconds": 2.0, "images_per_second": 3.0}
+    assert metrics.speed() == {"seconds": 6.0 + 4.0, "images_per_second": 1.5}
 
 
 def test_a_process_whose_labels_do_not_count_takes_part_in_the_sum(

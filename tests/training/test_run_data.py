@@ -11,7 +11,7 @@ import torch
 import equilibria as eq
 from equilibria.training import TrainConfig, fit
 from equilibria.training.progress import Progress
-from equilibria.training.run_data import TrainBatches, few, load_data
+from equilibria.training.run_data import TrainBatches, load_data
 
 from .small import config, digits
 
@@ -31,12 +31,6 @@ def test_rows_of_a_few_samples_point_into_the_data(validation: float) -> None:
         assert torch.equal(torch.as_tensor(made.valid.images), held)
     with pytest.raises(ValueError, match=r"samples=9999\): digits has \d+ training images"):
         load_data(TrainConfig(samples=9999), None, progress=False)
-
-
-@pytest.mark.parametrize("samples", [50, 100, 150, 200])
-def test_as_many_samples_as_asked_for(samples: int) -> None:
-    images = eq.data.load("digits", "train", progress=False).subset(range(200))
-    assert int(few(images, samples, 0).sum()) == samples
 
 
 def batches(tmp_path: Path, progress: Progress, rank: int = 0, world: int = 1) -> TrainBatches:

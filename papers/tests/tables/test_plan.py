@@ -240,5 +240,6 @@ def test_one_training_has_one_word_for_its_change() -> None:
     words = [Choices(overrides={"validation": v, "lr": 1e-05}).change for v in (0, 0.0)]
     assert words == ["lr=1e-05, validation=0"] * 2
     assert Choices(overrides={"lr": 0.1234567891}).change == "lr=0.1234567891"
+    assert Choices(overrides={"lr": "1e-3", "precision": "32"}).change == "lr=0.001, precision=32"
     machine = {"compile": True, "cuda_graphs": False}  # no change of the recipe
     assert Choices(overrides={**machine, "lr": 0.1}).change == "lr=0.1"

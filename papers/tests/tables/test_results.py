@@ -116,8 +116,9 @@ def test_a_smoke_test_or_a_changed_recipe_never_takes_the_place_of_a_result(tmp_
         result_path(tmp_path, "x", smoke=True),
         result_path(tmp_path, "x", smoke=False, change="epochs=2"),
         result_path(tmp_path, "x", smoke=False, change="epochs=3"),
+        result_path(tmp_path, "x", smoke=True, change="epochs=3"),
     }
-    assert len(paths) == 4
+    assert len(paths) == 5
 
 
 def test_files_and_back(tmp_path: Path) -> None:

@@ -270,6 +270,12 @@ def test_gathering_trains_nothing_and_takes_a_part(tmp_path: Path, counted: dict
     assert len(read_log(tmp_path / "results")) == 1
 
 
+def test_a_smoke_test_of_one_recipe_is_none_of_another(tmp_path: Path) -> None:
+    reproduce(tiny.table(), tiny.choices(tmp_path, smoke=True))
+    other = tiny.choices(tmp_path, smoke=True, gather=True, overrides={"lr": 0.07})
+    assert reproduce(tiny.table(), other).status == "not run"
+
+
 @pytest.mark.parametrize(
     ("graphs", "overrides", "device", "expected"),
     [

@@ -130,7 +130,7 @@ def main(arguments: list[str] | None = None) -> None:
             warnings.showwarning = _warn
             wanted = next((a for a in arguments if not a.startswith("-")), "")
             command = typer.main.get_command(make_app(wanted))
-            _show_no_type_of_flags(command)
+            _tidy_help(command)
             code = command(args=arguments, prog_name="equilibria", standalone_mode=False)
     except (typer.Abort, KeyboardInterrupt) as stopped:
         stop(str(stopped))
@@ -150,13 +150,16 @@ def main(arguments: list[str] | None = None) -> None:
     raise SystemExit(code if isinstance(code, int) else 0)
 
 
-def _show_no_type_of_flags(command: Any) -> None:
-    """A flag takes no value: its help shows no ``<bool>``, as newer typers do."""
+def _tidy_help(command: Any) -> None:
+    """Paragraphs without the line breaks of the source, and no ``<bool>`` for flags, which take no
+    value, as newer typers show it."""
+    paragraphs = (command.help or "").split("\n\n")
+    command.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
     for option in command.get_params(typer.Context(command, **_HELP)):
         if getattr(option, "is_flag", False):
             option.metavar = ""
     for inner in getattr(command, "commands", {}).values():
-        _show_no_type_of_flags(inner)
+        _tidy_help(inner)
 
 
 def _said(error: Exception) -> str:

@@ -71,7 +71,7 @@ def export(
         ("solves", solves if made.steps else "none"),
     ]
     for count, gap in made.difference.items():
-        rows.append((f"difference to PyTorch, batch of {count}", f"{gap:.2g}"))
+        rows.append((f"difference to the same in PyTorch, batch of {count}", f"{gap:.2g}"))
     if dataset is not None:
         images = f"on {len(dataset)} images of {dataset.name}"
         before, later = judged

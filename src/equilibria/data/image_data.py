@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .decoding import LazyImages
-from .sampling import as_index, held_out
+from .sampling import as_index, few, held_out
 from .sources import DataError, Task
 
 
@@ -96,6 +96,12 @@ class ImageData:
         return isinstance(self.images, LazyImages)
 
     @property
+    def labels(self) -> Tensor | None:
+        """Long [N]: the class of each sample; None for segmentation."""
+        one = self.task == "classification" and isinstance(self.targets, Tensor)
+        return self.targets if one else None  # type: ignore[return-value]
+
+    @property
     def superclass_of(self) -> Tensor | None:
         """Long [K]: the superclass of each class, −1 for a class with no sample here."""
         if self.superclasses is None or not isinstance(self.targets, Tensor):
@@ -125,9 +131,14 @@ class ImageData:
         """(rest, held out): the second part has round(fraction · N) samples, of each class its
         share (segmentation: of the whole), chosen by (N, labels, seed) alone; both keep the order.
         """
-        labels = self.targets if self.task == "classification" else None
-        mask = held_out(labels if isinstance(labels, Tensor) else None, len(self), fraction, seed)
+        mask = held_out(self.labels, len(self), fraction, seed)
         return self.subset(~mask), self.subset(mask)
+
+    def few(self, samples: int, seed: int = 0) -> Tensor:
+        """[N] bool: ``samples`` of them, of each class its share, chosen as by ``split``."""
+        if not 1 <= samples <= len(self):
+            raise ValueError(f"samples={samples}: {self.name} has {len(self)} images here.")
+        return few(self.labels, len(self), samples, seed)
 
     def to(self, device: torch.device | str) -> ImageData:
         """The same on another device; what is lazy moves by the batch."""

@@ -90,6 +90,21 @@ def held_out(labels: Tensor | None, count: int, fraction: float, seed: int) -> T
     return mask
 
 
+def few(labels: Tensor | None, count: int, samples: int, seed: int) -> Tensor:
+    """A mask [count]: true for ``samples`` of them, of each class its share."""
+    less = min(samples, count - samples)
+    if less == 0:
+        return torch.full((count,), samples > 0)
+    part = held_out(labels, count, less / count, seed)
+    kinds = torch.zeros(count, dtype=torch.long) if labels is None else labels.detach().cpu()
+    order = shuffled(count, seed).flip(0)
+    while gap := int(part.sum()) - less:  # held_out leaves each class on both sides
+        side = part if gap > 0 else ~part
+        largest = torch.bincount(kinds[side]).argmax()
+        part[order[(side & (kinds == largest))[order]][0]] = gap < 0
+    return part if less == samples else ~part
+
+
 def _shares(sizes: list[int], fraction: float) -> list[int]:
     wanted = max(1, round(fraction * sum(sizes)))
     exact = [size * fraction for size in sizes]

@@ -35,6 +35,7 @@ from equilibria.solvers import Auto
 
 from .layer_solvers import layer_label, with_solver
 from .model_on_data import evaluating
+from .predictions import image_of
 from .rich_output import progress_bar
 from .saliency import gradcam
 
@@ -124,7 +125,7 @@ def explain(
         for each in part:
             if each.file is None:
                 raise ValueError("explain takes predictions of image files: one has no file.")
-            pixels = read_image(each.file, network.in_channels)
+            pixels = read_image(image_of(each.file), network.in_channels)
             inputs.append(doubted(network, pixels, names=[each.file.name]))
         x = torch.cat([made for made, _ in inputs])
         _, layers = solved_layers(network, x, certify=certify, progress=progress)

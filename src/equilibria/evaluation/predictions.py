@@ -85,6 +85,14 @@ def predict_files(
     return found
 
 
+def image_of(file: Path) -> Encoded:
+    """The image that a ``Prediction.file`` names: a file, or the row of one, "a.parquet row 3"."""
+    name, _, row = str(file).rpartition(" row ")
+    if Path(name).suffix.lower() != ".parquet" or file.exists():
+        return file
+    return parquet_images(Path(name))[int(row)]
+
+
 def _check_there(files: Iterable[Encoded]) -> None:
     for file in files:
         if isinstance(file, Path) and not file.exists():

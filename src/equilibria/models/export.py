@@ -63,7 +63,8 @@ class Exported:
     early_stop: bool
     int8: bool
     difference: dict[int, float]
-    """Batch size → largest |logit of the file − logit in PyTorch|."""
+    """Batch size → largest |logit of the file − logit in PyTorch|, with the same steps and weights
+    (in eight bits the rounded ones)."""
     bytes: int
 
     def to_dict(self) -> dict[str, Any]:

@@ -281,3 +281,19 @@ def _rebuild(base: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
         parametrize.register_parametrization(module, name, nn.Identity(), unsafe=True)
     _make_picklable(module)
     return module
+
+
+@torch.no_grad()
+def settle_norms(model: nn.Module) -> None:
+    """Converge the singular vectors of all norm-bounded weights on the weights as they are now.
+
+    With those that training left behind, the norm of a changed weight would be underestimated.
+    """
+    for module in model.modules():
+        settle = getattr(module, "settle", None)
+        if callable(settle):  # a module with a bound of its own kind
+            settle()
+        elif isinstance(module, parametrize.ParametrizationList):
+            for step in module:
+                if isinstance(step, OperatorNorm):
+                    step.right_inverse(module.original)

@@ -178,6 +178,30 @@ class MultiBranch(nn.Module):
                 pooled[scale] = average_pool(pooled[finer], *factors)
         return tuple(pooled[scale] for scale in self.scales)
 
+    @torch.no_grad()
+    def inputs(self, x: Tensor) -> tuple[Tensor, ...]:
+        """What each branch solves at in eval mode: Pᵢx, in a chain with the answers before it."""
+        return self._seen(x, [None] * len(self.branches))
+
+    def _seen(self, x: Tensor, states: list[Any]) -> tuple[Tensor, ...]:
+        """``inputs`` where the states are known; in a chain a solve fills in those that are not."""
+        own = self.split(x)
+        if not self.chain:
+            return own
+        quiet, seen = copy.deepcopy(self).eval(), list[Tensor]()
+
+        def answer(i: int, given: Tensor) -> Any:
+            seen.append(given)
+            layer: Any = quiet.branches[i]
+            if states[i] is None:
+                states[i] = layer.solve(given).value
+            return states[i]
+
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConvergenceWarning)
+            quiet._walk(own, answer)
+        return tuple(seen)
+
     def solve(self, x: Tensor, z0: Sequence[Any] | None = None, **options: Any) -> BranchSolution:
         """All states and how each sample ended. Options go to every branch's solve."""
         return self._run(x, z0, options)[0]
@@ -272,25 +296,12 @@ class MultiBranch(nn.Module):
         ``output_error`` turns them into a bound for y. In a chain the input of a branch is made
         from the states of those before it: the given ones, or those of a solve.
         """
-        inputs, states = self.split(x), self._one_each("z", z)
-        seen: list[Tensor] = []
-        if self.chain:
-            quiet = copy.deepcopy(self).eval()
-
-            def answer(i: int, own: Tensor) -> Any:
-                seen.append(own)
-                layer: Any = quiet.branches[i]
-                if states[i] is None:
-                    states[i] = layer.solve(own).value
-                return states[i]
-
-            with torch.no_grad(), warnings.catch_warnings():
-                warnings.simplefilter("ignore", ConvergenceWarning)
-                quiet._walk(inputs, answer)
+        states = self._one_each("z", z)
+        seen = self._seen(x, states)
         found: dict[str, Guaranteed] = {}
         for i, branch in enumerate(self.branches):
             asked: Any = branch
-            found[f"branch {i}"] = certify(asked, (seen or inputs)[i], states[i])
+            found[f"branch {i}"] = certify(asked, seen[i], states[i])
         note = "the whole is certified where each branch is, at the input that it sees"
         return CompositeCertificate(found, note)
 

@@ -22,14 +22,14 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.utils import check_random_state
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
 from equilibria.adjoints import Phantom
 from equilibria.certify import certify
 from equilibria.engine.adjoint import Adjoint
 from equilibria.engine.solver import SolverOptions
-from equilibria.nn import GEQ, DeepOptEq, NormBounded, OperatorNorm, OptEq
+from equilibria.nn import GEQ, DeepOptEq, NormBounded, OptEq
+from equilibria.nn.constraints import settle_norms
 from equilibria.solvers import Auto
 
 Array = NDArray[Any]
@@ -99,16 +99,6 @@ def build(
         return nn.Sequential(OrderedDict(layer=layer, head=nn.Linear(hidden, outputs)))
 
 
-@torch.no_grad()
-def _settle(network: nn.Module) -> None:
-    """Converge the power iterations of all norm constraints on the present weights."""
-    for held in network.modules():
-        if isinstance(held, parametrize.ParametrizationList):
-            for step in held:
-                if isinstance(step, OperatorNorm):
-                    step.right_inverse(held.original)
-
-
 @contextmanager
 def training_solver(network: nn.Module, solver: SolverOptions | None) -> Iterator[None]:
     """Within it, a layer with our default solver solves as closely as training needs.
@@ -122,7 +112,7 @@ def training_solver(network: nn.Module, solver: SolverOptions | None) -> Iterato
     try:
         yield
     finally:
-        _settle(network)
+        settle_norms(network)
         if ours:
             layer.solver = PREDICTION_SOLVER
 

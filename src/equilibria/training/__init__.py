@@ -15,7 +15,9 @@ from .config import TrainConfig
 from .graphed_model import GraphedModel
 
 if TYPE_CHECKING:
-    from .average import WeightAverage, settle_norms
+    from equilibria.nn.constraints import settle_norms
+
+    from .average import WeightAverage
     from .lock import RunInUseError
     from .module import EquilibriumModule
     from .nonfinite import NonFiniteLoss

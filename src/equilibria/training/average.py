@@ -9,25 +9,9 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from equilibria.nn import OperatorNorm
-
-
-@torch.no_grad()
-def settle_norms(model: nn.Module) -> None:
-    """Converge the singular vectors of all norm-bounded weights on the weights as they are now.
-
-    With those that training left behind, the norm of an averaged weight would be underestimated.
-    """
-    for module in model.modules():
-        settle = getattr(module, "settle", None)
-        if callable(settle):  # a module with a bound of its own kind
-            settle()
-        elif isinstance(module, parametrize.ParametrizationList) and isinstance(
-            bounded := module[0], OperatorNorm
-        ):
-            bounded.right_inverse(module.original)
+from equilibria.nn.constraints import settle_norms
 
 
 class WeightAverage(pl.Callback):

@@ -38,6 +38,7 @@ class EpochMetrics:
         # Of this process since it began the epoch; of maps the labels count pixels, not images.
         self._images = self._window_images = 0
         self._began = self._window_began = time.perf_counter()
+        self._earlier = 0.0  # seconds of the epoch before it was resumed
         self._added = False
         self.gradient_norm: Tensor | None = None
         """Of the latest step."""
@@ -75,10 +76,10 @@ class EpochMetrics:
         return _means(self._sums.tolist(), [0.0] * 11)
 
     def speed(self) -> dict[str, float]:
-        """Seconds and images per second since the epoch began or was resumed."""
+        """Seconds of the epoch; images per second since it began or was resumed."""
         seconds = time.perf_counter() - self._began
         rate = self._images / seconds
-        return {"seconds": round(seconds, 3), "images_per_second": round(rate, 1)}
+        return {"seconds": round(self._earlier + seconds, 3), "images_per_second": round(rate, 1)}
 
     def reduce(self, device: torch.device) -> None:
         self._sums = self._sums.to(device)
@@ -94,11 +95,13 @@ class EpochMetrics:
         several = torch.distributed.is_available() and torch.distributed.is_initialized()
         if several and self._added:
             torch.distributed.all_reduce(sums)
-        return {"sums": sums.tolist()}
+        seconds = self._earlier + time.perf_counter() - self._began
+        return {"sums": sums.tolist(), "seconds": seconds}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._window = list(state["sums"])
         self._sums = torch.tensor(self._window, dtype=torch.float64)
+        self._earlier = float(state.get("seconds", 0.0))
 
 
 def _means(now: list[float], before: list[float]) -> dict[str, float]:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from equilibria import data as sets
@@ -65,31 +64,16 @@ def _load(config: TrainConfig, progress: bool) -> RunData:
     )
     train, valid, kept = whole, None, None
     if config.validation > 0.0:
-        mask = held_out(_labels(whole), len(whole), config.validation, config.seed)
+        mask = held_out(whole.labels, len(whole), config.validation, config.seed)
         train, valid, kept = whole.subset(~mask), whole.subset(mask), (~mask).nonzero().flatten()
     if config.samples is not None:
-        chosen = few(train, config.samples, config.seed)
+        if config.samples > len(train):
+            why = f"{train.name} has {len(train)} training images; give at most as many"
+            refuse("samples", config.samples, f"{why}, or leave samples out for all of them")
+        chosen = train.few(config.samples, config.seed)
         train = train.subset(chosen)
         kept = chosen.nonzero().flatten() if kept is None else kept[chosen]
     return RunData(train, valid, kept)
-
-
-def _labels(images: ImageData) -> Tensor | None:
-    labels = images.targets if images.task == "classification" else None
-    return labels if isinstance(labels, Tensor) else None
-
-
-def few(images: ImageData, samples: int, seed: int) -> Tensor:
-    """[N] bool: ``samples`` of them, of each class its share and at least one, by the seed."""
-    count = len(images)
-    if samples > count:
-        why = f"{images.name} has {count} training images; give at most as many"
-        refuse("samples", samples, f"{why}, or leave samples out for all of them")
-    if samples == count:
-        return torch.ones(count, dtype=torch.bool)
-    if 2 * samples <= count:
-        return held_out(_labels(images), count, samples / count, seed)
-    return ~held_out(_labels(images), count, (count - samples) / count, seed)
 
 
 def _check(given: Any) -> RunData:

@@ -64,7 +64,7 @@ def supply(planned: Planned, *, progress: bool = True) -> Supplied:
     elif config.validation:
         train, held_out = whole.split(config.validation, _HELD_OUT_SEED)
     if config.samples is not None:
-        train = _few(train, config.samples)
+        train = train.subset(train.few(config.samples, _HELD_OUT_SEED))
     if (test.mean, test.std) != (train.mean, train.std):
         test = test.with_normalization(train.mean, train.std)
     return Supplied(train, held_out, test)
@@ -84,18 +84,6 @@ def _read(
     if name in module.names():
         return module.load(name, split, root=root, image_size=image_size, progress=progress)
     return module.load(data_folder(name, root), split, image_size=image_size, progress=progress)
-
-
-def _few(images: ImageData, samples: int) -> ImageData:
-    """So many of the images, of each class its share."""
-    part = samples / len(images)
-    if part > 1.0:
-        raise ValueError(f"samples={samples}: {images.name} has {len(images)} training images.")
-    if part == 1.0:
-        return images
-    if part <= 0.5:
-        return images.split(part, _HELD_OUT_SEED)[1]
-    return images.split(1.0 - part, _HELD_OUT_SEED)[0]
 
 
 def _labels(images: ImageData) -> Tensor:

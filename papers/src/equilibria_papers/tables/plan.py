@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -98,7 +99,10 @@ class Choices:
 
 
 def _word(value: Any) -> str:
-    """0.0 and 0 are one training, and so one word."""
+    """0.0 and 0, and 0.001 and what YAML reads as the text 1e-3, are one training: one word."""
+    if isinstance(value, str) and value[:1].isdecimal():
+        with contextlib.suppress(ValueError):
+            value = float(value)
     return f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else str(value)
 
 

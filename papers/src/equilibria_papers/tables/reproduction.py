@@ -157,9 +157,9 @@ def _epochs(found: CellResult, choices: Choices) -> int:
     job = found.cell.job
     if job is None or not job.trained:
         return 0
-    changed = {**job.recipes.get(choices.recipe, {}), **choices.overrides}
-    recipe = {**job.recipe, **(job.stand_in if found.status == STAND_IN else {}), **changed}
-    return int(recipe.get("epochs", 0))
+    recipe = {**job.recipe, **job.recipes.get(choices.recipe, {})}
+    recipe |= job.stand_in if found.status == STAND_IN else {}
+    return int({**recipe, **choices.overrides}.get("epochs", 0))
 
 
 @contextmanager

@@ -204,8 +204,7 @@ def status_of(cells: Iterable[str], smoke: bool) -> str:
 
 def result_path(folder: Path, name: str, smoke: bool, change: str = "") -> Path:
     """Smoke tests and changed recipes have files of their own: neither replaces a result."""
-    if smoke:
-        return folder / "smoke" / f"{name}.json"
+    folder = folder / "smoke" if smoke else folder
     ending = re.sub(r"[^\w.=-]+", "-", change).strip("-")
     return folder / f"{name}{'--' if ending else ''}{ending}.json"
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from equilibria.evaluation import evaluating
+from equilibria.nn import MultiBranch, equilibrium_layers
 
 
 def check_sizes(owner: str, sizes: Mapping[str, object]) -> None:
@@ -26,8 +27,11 @@ def norms_of(t: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def first_inputs(model: nn.Module, x: Any, layers: Mapping[str, nn.Module]) -> dict[str, Any]:
-    """Name → what each of these layers gets first, when ``model`` in eval mode is applied to x."""
+def layers_with_inputs(model: nn.Module, x: Any) -> dict[str, tuple[nn.Module, Any]]:
+    """The equilibrium layers that run when ``model`` in eval mode is applied to x, by name, with
+    what each gets first. A MultiBranch is looked into: its branches are at "name.branches.0", …
+    """
+    layers = equilibrium_layers(model)
     found: dict[str, Any] = {}
 
     def caught(name: str) -> Any:
@@ -41,4 +45,12 @@ def first_inputs(model: nn.Module, x: Any, layers: Mapping[str, nn.Module]) -> d
         for name, each in layers.items():
             hooks.enter_context(each.register_forward_pre_hook(caught(name)))
         model(x)
-    return found
+    made: dict[str, tuple[nn.Module, Any]] = {}
+    for name, given in found.items():
+        layer = layers[name]
+        made[name] = (layer, given)
+        if isinstance(layer, MultiBranch):  # it solves its branches without calling them
+            start = f"{name}.branches." if name else "branches."
+            pairs = zip(layer.branches, layer.inputs(made.pop(name)[1]), strict=True)
+            made |= {f"{start}{i}": pair for i, pair in enumerate(pairs)}
+    return made

@@ -112,6 +112,21 @@ def test_branches_are_looked_into() -> None:
     assert list(found) == ["0.branches.0", "0.branches.1"]
 
 
+def test_a_branch_of_a_chain_has_the_input_that_it_sees() -> None:
+    """Pooled x, and the normalized state of the branch before it."""
+    torch.manual_seed(0)
+    layers = [eq.nn.OptEq(3, 3, in_channels=3, kernel_size=3, form="state") for _ in range(2)]
+    body = eq.nn.MultiBranch(layers, scales=(8, 4), chain=True).eval()
+    x = torch.randn(2, 3, 8, 8)
+    (_, own), (last, given) = layer_inputs(nn.Sequential(body), x).values()
+    with torch.no_grad():
+        state = layers[0](x)
+        expected = nn.functional.avg_pool2d(x + body.norms[0](state), 2)
+    assert last is layers[1]
+    assert torch.equal(own, x)
+    torch.testing.assert_close(given, expected, atol=1e-5, rtol=1e-5)
+
+
 def test_a_network_without_such_layers_is_refused() -> None:
     with pytest.raises(ValueError, match="it has none"):
         network_bounds(nn.Linear(2, 2), torch.ones(2, 2))

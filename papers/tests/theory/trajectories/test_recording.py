@@ -55,6 +55,22 @@ def test_the_input_is_what_comes_out_of_the_parts_before() -> None:
         assert torch.equal(value, state[name]), name
 
 
+def test_a_branch_is_followed_from_the_input_that_it_sees() -> None:
+    torch.manual_seed(0)
+    layers = [eq.nn.OptEq(3, 3, in_channels=3, kernel_size=3, form="state") for _ in range(2)]
+    model = nn.Sequential(eq.nn.MultiBranch(layers, scales=(8, 4), chain=True)).eval()
+    x = torch.randn(2, 3, 8, 8)
+    assert layer_input(model, x)[0] is layers[0]
+    layer, given = layer_input(model, x, "0.branches.1")
+    path = record_path(layer, given, solver=eq.Anderson(rtol=1e-6), steps=40)
+    with torch.no_grad(), eq.nn.observe(model) as seen:
+        model(x)
+    state = seen.solutions["0"][0].value[1]
+    torch.testing.assert_close(path.states[-1], state.flatten(1), atol=1e-3, rtol=1e-3)
+    with pytest.raises(ValueError, match=r"has: '0\.branches\.0', '0\.branches\.1'"):
+        layer_input(model, x, "0")
+
+
 @pytest.mark.parametrize("std", [1.0, 0.01])
 def test_kernels_inside_the_layer_have_the_scale(std: float) -> None:
     model = network()

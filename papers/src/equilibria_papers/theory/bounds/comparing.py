@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from equilibria.engine import ConvergenceWarning
-from equilibria.nn import GEQ, MultiBranch, NormBounded, OptEq, constrain, equilibrium_layers
-from equilibria_papers.theory.checks import check_sizes, first_inputs
+from equilibria.nn import GEQ, NormBounded, OptEq, constrain, equilibrium_layers
+from equilibria_papers.theory.checks import check_sizes, layers_with_inputs
 
 from .feature_map import feature_map_report
 from .lipschitz import lipschitz_report
@@ -192,22 +192,11 @@ def layer_inputs(model: nn.Module, x: Tensor) -> dict[str, tuple[Provable, Tenso
     The model runs once in eval mode; branches of a MultiBranch are looked into. A layer that runs
     twice is taken at its first input.
     """
-    layers = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, (*PAPERS_LAYERS, MultiBranch))
+    return {
+        name: (layer, given.detach())
+        for name, (layer, given) in layers_with_inputs(model, x).items()
+        if isinstance(layer, PAPERS_LAYERS)
     }
-    found: dict[str, tuple[Provable, Tensor]] = {}
-    for name, given in first_inputs(model, x, layers).items():
-        layer = layers[name]
-        parts: dict[str, tuple[nn.Module, Tensor]] = {name: (layer, given)}
-        if isinstance(layer, MultiBranch):  # it solves its branches without calling them
-            pairs = zip(layer.branches, layer.split(given), strict=True)
-            parts = {f"{name}.branches.{i}": pair for i, pair in enumerate(pairs)}
-        for place, (one, part) in parts.items():
-            if isinstance(one, PAPERS_LAYERS):
-                found.setdefault(place, (one, part.detach()))
-    return found
 
 
 def network_bounds(

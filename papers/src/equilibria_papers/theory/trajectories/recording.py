@@ -26,7 +26,7 @@ from equilibria.engine import (
 )
 from equilibria.nn import equilibrium_layers
 from equilibria.solvers import SplittingSolver
-from equilibria_papers.theory.checks import check_sizes, first_inputs
+from equilibria_papers.theory.checks import check_sizes, layers_with_inputs
 
 _CLIPPED = 0.9  # of the standard deviation that was asked for
 # A tolerance small enough never to pass unless the residual is zero, and no zero, which would make
@@ -37,25 +37,20 @@ _NEVER = 1e-30
 def layer_input(model: nn.Module, x: Any, name: str | None = None) -> tuple[nn.Module, Any]:
     """(layer, what it is given) when ``model`` in eval mode is applied to x [B, ...], no graph.
 
-    ``name`` is as in ``eq.nn.equilibrium_layers(model)``; its first layer if not given.
+    ``name`` is as in ``eq.nn.equilibrium_layers(model)``, of a branch of a MultiBranch such as
+    "body.branches.0"; the first layer, or its first branch, if not given.
     """
-    layers = equilibrium_layers(model)
-    if not layers:
+    if not equilibrium_layers(model):
         raise ValueError(
             f"{type(model).__name__} has no equilibrium layer, so there is no solver to follow: "
             "give a network with a layer of equilibria.nn (a DEQ, a GEQ, …)."
         )
-    wanted = next(iter(layers)) if name is None else name
-    if wanted not in layers:
-        known = ", ".join(repr(n) for n in layers)
+    found = layers_with_inputs(model, x)
+    wanted = next(iter(found), "") if name is None else name
+    if wanted not in found:
+        known = ", ".join(repr(n) for n in found) or "none that its forward reaches"
         raise ValueError(f"there is no equilibrium layer {wanted!r}; this network has: {known}.")
-    layer = layers[wanted]
-    if layer is model:
-        return layer, x
-    caught = first_inputs(model, x, {wanted: layer})
-    if not caught:
-        raise ValueError(f"the network's forward did not reach its layer {wanted!r}.")
-    return layer, caught[wanted]
+    return found[wanted]
 
 
 def at_scale(model: nn.Module, std: float, *, seed: int = 0) -> nn.Module:
@@ -250,7 +245,7 @@ def record_path(
     if getattr(layer, "branches", None) is not None:
         raise TypeError(
             f"{type(layer).__name__} solves its branches one after the other: record the path of "
-            "one of layer.branches on its part of layer.split(x)."
+            "one of layer.branches at its part of layer.inputs(x)."
         )
     chosen: Any = getattr(layer, "solver", None) if solver is None else solver
     if not isinstance(chosen, SolverOptions):
