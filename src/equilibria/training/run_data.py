@@ -12,6 +12,7 @@ from torch import Tensor
 
 from equilibria import data as sets
 from equilibria.data import Batches, ImageData, build_augmentation, held_out
+from equilibria.data.sampling import shuffled
 
 from .config import TrainConfig, refuse
 from .progress import Progress
@@ -80,16 +81,26 @@ def _labels(images: ImageData) -> Tensor | None:
 
 
 def few(images: ImageData, samples: int, seed: int) -> Tensor:
-    """[N] bool: ``samples`` of them, of each class its share and at least one, by the seed."""
+    """[N] bool: ``samples`` of them, of each class its share, by the seed."""
     count = len(images)
     if samples > count:
         why = f"{images.name} has {count} training images; give at most as many"
         refuse("samples", samples, f"{why}, or leave samples out for all of them")
     if samples == count:
         return torch.ones(count, dtype=torch.bool)
+    labels = _labels(images)
     if 2 * samples <= count:
-        return held_out(_labels(images), count, samples / count, seed)
-    return ~held_out(_labels(images), count, (count - samples) / count, seed)
+        chosen = held_out(labels, count, samples / count, seed)
+    else:
+        chosen = ~held_out(labels, count, (count - samples) / count, seed)
+    order = shuffled(count, seed)
+    while labels is not None and (gap := samples - int(chosen.sum())):
+        # Parts held out leave each class on both sides, however many that takes.
+        taken = torch.bincount(labels[chosen], minlength=images.num_classes)
+        pool = order[chosen[order] == (gap < 0)]
+        found = taken[labels[pool]]
+        chosen[pool[found.argmin() if gap > 0 else found.argmax()]] = gap > 0
+    return chosen
 
 
 def _check(given: Any) -> RunData:
