@@ -38,6 +38,7 @@ class EpochMetrics:
         # Of this process since it began the epoch; of maps the labels count pixels, not images.
         self._images = self._window_images = 0
         self._began = self._window_began = time.perf_counter()
+        self._stepped: float | None = None
         self._added = False
         self.gradient_norm: Tensor | None = None
         """Of the latest step."""
@@ -74,10 +75,16 @@ class EpochMetrics:
         """Means over the epoch, as the history has them."""
         return _means(self._sums.tolist(), [0.0] * 11)
 
+    def end_steps(self) -> None:
+        """The steps of the epoch are done; what comes now is validation. Waits."""
+        self._sums.tolist()
+        self._stepped = time.perf_counter()
+
     def speed(self) -> dict[str, float]:
-        """Seconds and images per second since the epoch began or was resumed."""
-        seconds = time.perf_counter() - self._began
-        rate = self._images / seconds
+        """Seconds since the epoch began or was resumed, and images per second of its steps."""
+        now = time.perf_counter()
+        seconds = now - self._began
+        rate = self._images / ((self._stepped or now) - self._began)
         return {"seconds": round(seconds, 3), "images_per_second": round(rate, 1)}
 
     def reduce(self, device: torch.device) -> None:
