@@ -25,6 +25,7 @@ from .solvers import Anderson, NewtonKrylov
 
 # Made once: torch.compile traces their use but not their construction.
 _SOLVER, _ADJOINT, _LINEAR, _ROOT = Anderson(), Implicit(), GMRES(), NewtonKrylov()
+_ROOT_ADJOINT = Implicit(solver=_ROOT.linear)  # what the steps solved, the gradient can, too
 
 TrajectoryCallback = Callable[[int, Any, Tensor], None]
 
@@ -115,8 +116,8 @@ def root(
         args: A tuple of further arguments (anything else is one argument). Gradients reach them,
             and everything that ``f`` captures, alike.
         solver: ``NewtonKrylov()`` if not given.
-        adjoint: ``Implicit()`` if not given: the implicit function theorem,
-            dz = −(∂f/∂z)⁻¹ ∂f.
+        adjoint: The implicit function theorem, dz = −(∂f/∂z)⁻¹ ∂f; if not given,
+            ``Implicit(solver=GMRES(restart=50))``, with the Krylov space of the default solver.
         coupled: Say that ``f`` makes the samples of a batch depend on each other; they are then
             solved as one system. Without it coupling is found out where samples do not converge.
         throw: Raise ``NotConvergedError`` (which holds the solution) where the default warns.
@@ -129,7 +130,7 @@ def root(
     if not callable(f):
         raise TypeError(f"f must be callable as f(z, *args), got {type(f).__name__}.")
     solver = _ROOT if solver is None else solver
-    adjoint = _ADJOINT if adjoint is None else adjoint
+    adjoint = _ROOT_ADJOINT if adjoint is None else adjoint
     ways: tuple[object, object] = solver, adjoint
     if not isinstance(ways[0], NewtonKrylov):
         raise TypeError(
