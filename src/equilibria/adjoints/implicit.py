@@ -236,7 +236,8 @@ class _ImplicitFunction(torch.autograd.Function):
         ctx: Any, explicit: Explicit, graph: Evaluation, rule: Rule, count: int, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.explicit, ctx.graph, ctx.rule = explicit, graph, rule
-        outputs = tuple(t.view_as(t) for t in tensors[:count])
+        # Their own memory: the caller may write into them, the graph of T(z*) holds z*.
+        outputs = tuple(t.clone() for t in tensors[:count])
         # Sources are saved so that autograd notices when one is changed before a second order.
         ctx.save_for_backward(*outputs, *tensors[count:])
         return outputs

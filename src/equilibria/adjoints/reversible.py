@@ -165,7 +165,7 @@ class _ReversibleFunction(torch.autograd.Function):
     def forward(ctx: Any, steps: _Steps, n: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.steps, ctx.count = steps, n
         ctx.save_for_backward(*tensors[n:])
-        return tuple(t.view_as(t) for t in tensors[:n])
+        return tuple(t.clone() for t in tensors[:n])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
