@@ -796,6 +796,24 @@ class AdjointContract:
         loss = (weights * value.mul_(2.0).sub_(1.0)).sum()
         assert_close(torch.autograd.grad(loss, (weight, x)), wanted)
 
+    def test_a_batch_of_gradients_is_right_or_an_error_that_says_what_to_do(self) -> None:
+        """is_grads_batched, and vmap of the pullback of a recorded solve."""
+        weight, x = self.base.leaves()
+        value = self.solve(self.base.fn, self.base.start, (weight, x)).value
+        torch.manual_seed(3)
+        many = torch.randn(3, *value.shape, dtype=value.dtype)
+
+        def pull(v: Tensor, **options: Any) -> Any:
+            return torch.autograd.grad(value, (weight, x), v, retain_graph=True, **options)
+
+        wanted = [torch.stack(g) for g in zip(*map(pull, many), strict=True)]
+        for together in (functools.partial(pull, is_grads_batched=True), torch.vmap(pull)):
+            found, error = attempt(lambda run=together: run(many))
+            if found is None:
+                assert "call torch.autograd.grad for each" in error
+            else:
+                assert_close(found, wanted)
+
     def test_start_is_never_written_to(self) -> None:
         start = torch.ones_like(self.base.start)
         weight, x = self.base.leaves()

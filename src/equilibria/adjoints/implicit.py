@@ -28,7 +28,7 @@ from equilibria.engine.solver import Solver, SolverOptions
 from equilibria.engine.transforms import outside_compile, transforms_active
 from equilibria.engine.tree import Leaves, join_samples, keep_samples, part_samples, subtract
 
-from .backward import note_backward, solve_adjoint
+from .backward import note_backward, refuse_batches, solve_adjoint
 from .functional import Backward, Explicit, backward_functional, make_explicit, solve_functional
 from .graph import (
     Evaluation,
@@ -244,6 +244,7 @@ class _ImplicitFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        refuse_batches(grads)
         graph: Evaluation = ctx.graph
         rule: Rule = ctx.rule
         n = len(graph.inside)
