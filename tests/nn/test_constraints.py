@@ -232,6 +232,28 @@ def test_none_and_weight_normalization() -> None:
     torch.testing.assert_close(module.weight, peer.weight)
 
 
+@pytest.mark.parametrize("scale", [0.0, 1e-25])
+def test_a_weight_that_starts_at_zero_is_bounded_later(scale: float) -> None:
+    module = linear().float()
+    with torch.no_grad():
+        module.weight.mul_(scale)
+    constrain(module, "weight", NormBounded(bound=0.5)).train()
+    assert torch.equal(module.weight, module.parametrizations.weight.original)
+    with torch.no_grad():  # what an optimizer does
+        module.parametrizations.weight.original.copy_(3 * torch.randn(module.weight.shape))
+    for _ in range(40):
+        weight = module.weight
+    assert float(torch.linalg.matrix_norm(weight.detach(), 2)) <= 0.51
+
+
+def test_weights_whose_squares_overflow_are_an_error() -> None:
+    module = linear().float()
+    with torch.no_grad():
+        module.weight.mul_(1e25)
+    with pytest.raises(ValueError, match="so large that sums of their squares overflow"):
+        constrain(module, "weight", NormBounded())
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

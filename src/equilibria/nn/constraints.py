@@ -122,8 +122,11 @@ class OperatorNorm(nn.Module):
         shape = (1, *self._input_shape(weight))
         if weight.is_meta:
             found = weight.new_empty(shape)
-        elif not bool(torch.isfinite(weight).all()):
-            raise ValueError("OperatorNorm: the weight holds NaN or infinite entries.")
+        elif not bool((work.abs() < torch.finfo(work.dtype).max ** 0.4).all()):
+            raise ValueError(
+                "OperatorNorm: the weight holds NaN or infinite entries, or some so large that "
+                "sums of their squares overflow."
+            )
         else:
             unit = work.abs().amax().clamp_min(torch.finfo(work.dtype).tiny)  # no square overflows
             found = leading_vector(self.operator(work / unit), shape).to(weight.dtype)
@@ -155,8 +158,10 @@ class OperatorNorm(nn.Module):
             w = self.operator(weight.detach().to(work))
             v = stored.to(work)
             for _ in range(self.steps):
-                v = w.adjoint(w(v), v.shape[1:])
-                v = v / torch.linalg.vector_norm(v, torch.inf).clamp_min(torch.finfo(work).tiny)
+                image = w.adjoint(w(v), v.shape[1:])
+                size = torch.linalg.vector_norm(image, torch.inf)
+                # Where W is still zero v stays: from zero it would never come back.
+                v = torch.where((size > 0) & size.isfinite(), image / size, v)
         stored.copy_(v)
 
     def extra_repr(self) -> str:
