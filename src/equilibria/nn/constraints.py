@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from equilibria.engine.options import check_number, options
+from equilibria.engine.tree import per_sample, power_of_two
 from equilibria.problems.operators import ConvOperator, DenseOperator, LinearOperator
 
 __all__ = ["Constraint", "NormBounded", "OperatorNorm", "WeightNormalized", "constrain"]
@@ -175,10 +176,26 @@ class RowNorm(nn.Module):
     """
 
     def forward(self, g: Tensor, v: Tensor) -> Tensor:
-        return g * v / self._norm(v)
+        direction, _ = self._in_units(v)
+        norm = self._norm(direction).clamp_min(torch.finfo(direction.dtype).tiny)
+        return (g * (direction / norm)).to(v.dtype)
 
     def right_inverse(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        return self._norm(weight), weight
+        inside, unit = self._in_units(weight)
+        g = (unit * self._norm(inside)).to(weight.dtype)
+        if not weight.is_meta and not bool(g.isfinite().all()):
+            raise ValueError(
+                "WeightNormalized: the weight holds NaN or infinite entries, or rows whose norm is "
+                f"beyond {weight.dtype}."
+            )
+        return g, weight
+
+    def _in_units(self, v: Tensor) -> tuple[Tensor, Tensor]:
+        """v in float32 or better, each output in a power of two near its largest entry, in which
+        no square overflows or vanishes; and these units."""
+        wide = v.to(torch.promote_types(v.dtype, torch.float32))
+        unit = power_of_two(wide.detach().abs().flatten(1).amax(1))
+        return wide / per_sample(unit, v), per_sample(unit, v)
 
     def _norm(self, v: Tensor) -> Tensor:
         norm: Tensor = torch.linalg.vector_norm(v, dim=list(range(1, v.ndim)), keepdim=True)
