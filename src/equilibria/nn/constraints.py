@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from equilibria.engine.options import check_number, options
-from equilibria.engine.tree import per_sample, power_of_two
 from equilibria.problems.operators import ConvOperator, DenseOperator, LinearOperator
 
 __all__ = ["Constraint", "NormBounded", "OperatorNorm", "WeightNormalized", "constrain"]
@@ -176,13 +175,12 @@ class RowNorm(nn.Module):
     """
 
     def forward(self, g: Tensor, v: Tensor) -> Tensor:
-        direction, _ = self._in_units(v)
-        norm = self._norm(direction).clamp_min(torch.finfo(direction.dtype).tiny)
-        return (g * (direction / norm)).to(v.dtype)
+        wide = v.to(torch.promote_types(v.dtype, torch.float32))
+        norm = self._norm(wide).clamp_min(torch.finfo(wide.dtype).tiny)
+        return (g * (wide / norm)).to(v.dtype)
 
     def right_inverse(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        inside, unit = self._in_units(weight)
-        g = (unit * self._norm(inside)).to(weight.dtype)
+        g = self._norm(weight)
         if not weight.is_meta and not bool(g.isfinite().all()):
             raise ValueError(
                 "WeightNormalized: the weight holds NaN or infinite entries, or rows whose norm is "
@@ -190,15 +188,10 @@ class RowNorm(nn.Module):
             )
         return g, weight
 
-    def _in_units(self, v: Tensor) -> tuple[Tensor, Tensor]:
-        """v in float32 or better, each output in a power of two near its largest entry, in which
-        no square overflows or vanishes; and these units."""
-        wide = v.to(torch.promote_types(v.dtype, torch.float32))
-        unit = power_of_two(wide.detach().abs().flatten(1).amax(1))
-        return wide / per_sample(unit, v), per_sample(unit, v)
-
     def _norm(self, v: Tensor) -> Tensor:
-        norm: Tensor = torch.linalg.vector_norm(v, dim=list(range(1, v.ndim)), keepdim=True)
+        rest = list(range(1, v.ndim))  # in units of the largest entry no square overflows
+        unit = v.detach().abs().amax(rest, keepdim=True).clamp_min(torch.finfo(v.dtype).tiny)
+        norm: Tensor = unit * torch.linalg.vector_norm(v / unit, dim=rest, keepdim=True)
         return norm
 
 

@@ -88,11 +88,9 @@ def few(images: ImageData, samples: int, seed: int) -> Tensor:
         refuse("samples", samples, f"{why}, or leave samples out for all of them")
     if samples == count:
         return torch.ones(count, dtype=torch.bool)
-    labels = _labels(images)
-    if 2 * samples <= count:
-        chosen = held_out(labels, count, samples / count, seed)
-    else:
-        chosen = ~held_out(labels, count, (count - samples) / count, seed)
+    labels, small = _labels(images), 2 * samples <= count
+    part = samples if small else count - samples
+    chosen = held_out(labels, count, part / count, seed) == small
     order = shuffled(count, seed)
     while labels is not None and (gap := samples - int(chosen.sum())):
         # Parts held out leave each class on both sides, however many that takes.
