@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -386,3 +387,23 @@ def test_logistic_prox_keeps_the_digits_of_small_values(tau: float, dtype: torch
     found = eq.Logistic().prox(v, tau).double()
     # e^u of u = -27 has half as many units of rounding
     assert bool(((found - wanted).abs() <= 14 * torch.finfo(dtype).eps * (v.abs() + wanted)).all())
+
+
+def test_a_bad_sample_with_an_l1_regularizer_is_no_answer() -> None:
+    """NaN is neither above nor below 0, and was taken for 0: converged, with a NaN gradient."""
+    torch.manual_seed(0)
+    weight = torch.full((1, 6), 0.2, dtype=torch.float64).requires_grad_()
+    A, b = torch.randn(8, 6, dtype=torch.float64), torch.randn(3, 8, dtype=torch.float64)
+    bad = b.clone()
+    bad[1] = math.nan
+    found = []
+    for right in (b, bad):
+        problem = eq.Problem(WithL1(eq.Tanh(), weight), smooth=eq.LeastSquares(A, right))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", eq.ConvergenceWarning)
+            sol = eq.minimize(problem)
+        (grad,) = torch.autograd.grad(sol.value[[0, 2]].square().sum(), weight)
+        found.append((sol, grad))
+    assert found[1][0].converged.tolist() == [True, False, True]
+    torch.testing.assert_close(found[1][1], found[0][1])
+    assert bool(WithL1(eq.Tanh(), 0.2).prox(torch.tensor([math.nan]), 0.5).isnan())

@@ -478,8 +478,7 @@ class WithL1(Prior):
         wide = at_least_float32(v)  # v -+ shift may leave the range of half precision
         right = self.prior.prox(wide - shift, tau)
         left = self.prior.prox(wide + shift, tau)
-        zero = torch.zeros((), dtype=wide.dtype, device=wide.device)
-        return torch.where(right > 0, right, torch.where(left < 0, left, zero)).to(v.dtype)
+        return (torch.relu(right) - torch.relu(-left)).to(v.dtype)  # one is 0; NaN stays NaN
 
     def subdifferential(self, z: Tensor) -> tuple[Tensor, Tensor]:
         lower, upper = self.prior.subdifferential(z)
