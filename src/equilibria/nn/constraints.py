@@ -123,10 +123,8 @@ class OperatorNorm(nn.Module):
         if weight.is_meta:
             found = weight.new_empty(shape)
         elif not bool((work.abs() < torch.finfo(work.dtype).max ** 0.4).all()):
-            raise ValueError(
-                "OperatorNorm: the weight holds NaN or infinite entries, or some so large that "
-                "sums of their squares overflow."
-            )
+            why = "holds NaN or infinite entries, or some whose squares overflow"
+            raise ValueError(f"OperatorNorm: the weight {why}.")
         else:
             unit = work.abs().amax().clamp_min(torch.finfo(work.dtype).tiny)  # no square overflows
             found = leading_vector(self.operator(work / unit), shape).to(weight.dtype)

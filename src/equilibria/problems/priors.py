@@ -510,10 +510,7 @@ def tanh_gap(u: Tensor) -> Tensor:
 
 
 def _tanh_newton(u: Tensor, v: Tensor, tau: Tensor, beyond: Tensor) -> Tensor:
-    """One Newton step for ``tau u + (1 - tau) tanh u = v``, ``u >= 0``, without cancellation.
-
-    ``beyond`` is ``v - 1``.
-    """
+    """A Newton step for ``tau u + (1 - tau) tanh u = v``, ``u >= 0``; ``beyond`` is ``v - 1``."""
     fade = torch.exp(-2.0 * u)
     short = 2.0 * fade / (1.0 + fade)  # 1 - tanh u
     bend = short * (2.0 - short)  # tanh' u

@@ -96,8 +96,7 @@ def few(images: ImageData, samples: int, seed: int) -> Tensor:
         # Parts held out leave each class on both sides, however many that takes.
         taken = torch.bincount(labels[chosen], minlength=images.num_classes)
         pool = order[chosen[order] == (gap < 0)]
-        found = taken[labels[pool]]
-        chosen[pool[found.argmin() if gap > 0 else found.argmax()]] = gap > 0
+        chosen[pool[(gap * taken[labels[pool]]).argmin()]] = gap > 0
     return chosen
 
 
