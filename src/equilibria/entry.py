@@ -116,8 +116,8 @@ def root(
         args: A tuple of further arguments (anything else is one argument). Gradients reach them,
             and everything that ``f`` captures, alike.
         solver: ``NewtonKrylov()`` if not given.
-        adjoint: ``Implicit(solver=GMRES(restart=50))`` if not given: the implicit function
-            theorem, dz = −(∂f/∂z)⁻¹ ∂f.
+        adjoint: The implicit function theorem, dz = −(∂f/∂z)⁻¹ ∂f; if not given,
+            ``Implicit(solver=GMRES(restart=50))``, with the Krylov space of the default solver.
         coupled: Say that ``f`` makes the samples of a batch depend on each other; they are then
             solved as one system. Without it coupling is found out where samples do not converge.
         throw: Raise ``NotConvergedError`` (which holds the solution) where the default warns.

@@ -786,16 +786,33 @@ class AdjointContract:
         else:
             assert_close([f.detach() for f in found], self.wanted(self.base))
 
-    def test_value_modified_in_place_raises_or_is_right(self) -> None:
+    def test_a_value_may_be_modified_in_place(self) -> None:
+        """As nn.ReLU(inplace=True) after a layer does."""
         weight, x = self.base.leaves()
         value = self.solve(self.base.fn, self.base.start, (weight, x)).value
-        loss_of(value)
-        found, error = attempt(lambda: torch.autograd.grad(value.mul_(2.0).sum(), (weight, x)))
-        if found is None:
-            assert "inplace" in error or "in-place" in error or "modified" in error
-        else:
-            reference = self.solve(self.base.fn, self.base.start, (weight, x)).value
-            assert_close(found, torch.autograd.grad(2.0 * reference.sum(), (weight, x)))
+        weights = torch.linspace(-1.0, 2.0, value.numel(), dtype=value.dtype).view_as(value)
+        wanted = torch.autograd.grad((weights * (2.0 * value - 1.0)).sum(), (weight, x))
+        value = self.solve(self.base.fn, self.base.start, (weight, x)).value
+        loss = (weights * value.mul_(2.0).sub_(1.0)).sum()
+        assert_close(torch.autograd.grad(loss, (weight, x)), wanted)
+
+    def test_a_batch_of_gradients_is_right_or_an_error_that_says_what_to_do(self) -> None:
+        """is_grads_batched, and vmap of the pullback of a recorded solve."""
+        weight, x = self.base.leaves()
+        value = self.solve(self.base.fn, self.base.start, (weight, x)).value
+        torch.manual_seed(3)
+        many = torch.randn(3, *value.shape, dtype=value.dtype)
+
+        def pull(v: Tensor, **options: Any) -> Any:
+            return torch.autograd.grad(value, (weight, x), v, retain_graph=True, **options)
+
+        wanted = [torch.stack(g) for g in zip(*map(pull, many), strict=True)]
+        for together in (functools.partial(pull, is_grads_batched=True), torch.vmap(pull)):
+            found, error = attempt(lambda run=together: run(many))
+            if found is None:
+                assert "call torch.autograd.grad for each" in error
+            else:
+                assert_close(found, wanted)
 
     def test_start_is_never_written_to(self) -> None:
         start = torch.ones_like(self.base.start)

@@ -406,6 +406,13 @@ class LayerContract:
         with pytest.raises(ValueError, match=r"state|W takes"):
             layer(x, torch.cat([z, z], 1))
 
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+    def test_a_warm_start_of_another_dtype_says_what_to_do(self, dtype: torch.dtype) -> None:
+        layer, x = self.made(), self.drawn()
+        z = layer(x).detach()
+        with pytest.raises(TypeError, match=rf"state of {dtype}: use z.to\({x.dtype}\)"):
+            layer(x, z.to(dtype))
+
     def test_wrong_options(self) -> None:
         shared = {"solver": "solver must be a solver object", "adjoint": "adjoint must be an obj"}
         for name, message in shared.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -230,6 +231,61 @@ def test_none_and_weight_normalization() -> None:
     for one in (peer, module):
         one.load_state_dict(moved)
     torch.testing.assert_close(module.weight, peer.weight)
+
+
+@pytest.mark.parametrize("scale", [1e-38, 1e-25, 1.0, 1e25, 1e37])
+def test_weight_normalization_at_any_scale(scale: float) -> None:
+    module = linear().float()
+    with torch.no_grad():
+        module.weight.mul_(scale)
+        module.weight[1] = 0.0
+    weight = module.weight.detach().double()
+    constrain(module, "weight", WeightNormalized())
+    torch.testing.assert_close(module.weight.double(), weight, rtol=1e-6, atol=1e-44)
+    found = torch.autograd.grad(module.weight.sum(), list(module.parameters()))
+    live = [0, *range(2, len(weight))]
+    v = weight[live].requires_grad_()
+    g = v.detach().norm(dim=1, keepdim=True).requires_grad_()
+    wanted = torch.autograd.grad((g * v / v.norm(dim=1, keepdim=True)).sum(), (g, v))
+    for a, b in zip(found, wanted, strict=True):
+        assert bool(a.isfinite().all())
+        torch.testing.assert_close(a[live].double(), b, rtol=1e-5, atol=1e-5)
+
+
+def test_weight_normalization_of_half_precision() -> None:
+    module = linear().half()
+    for scale in (1e-3, 1e3):  # squares leave the range of float16
+        with torch.no_grad():
+            module.weight.copy_(torch.randn_like(module.weight) * scale)
+        weight = module.weight.detach().clone()
+        normalized = constrain(copy.deepcopy(module), "weight", WeightNormalized())
+        torch.testing.assert_close(normalized.weight, weight, rtol=2e-3, atol=1e-6)
+    with torch.no_grad():
+        module.weight.fill_(6e4)
+    with pytest.raises(ValueError, match=r"norm is beyond torch\.float16"):
+        constrain(module, "weight", WeightNormalized())
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-25])
+def test_a_weight_that_starts_at_zero_is_bounded_later(scale: float) -> None:
+    module = linear().float()
+    with torch.no_grad():
+        module.weight.mul_(scale)
+    constrain(module, "weight", NormBounded(bound=0.5)).train()
+    assert torch.equal(module.weight, module.parametrizations.weight.original)
+    with torch.no_grad():  # what an optimizer does
+        module.parametrizations.weight.original.copy_(3 * torch.randn(module.weight.shape))
+    for _ in range(40):
+        weight = module.weight
+    assert float(torch.linalg.matrix_norm(weight.detach(), 2)) <= 0.51
+
+
+def test_weights_whose_squares_overflow_are_an_error() -> None:
+    module = linear().float()
+    with torch.no_grad():
+        module.weight.mul_(1e25)
+    with pytest.raises(ValueError, match="or some whose squares overflow"):
+        constrain(module, "weight", NormBounded())
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -364,3 +365,45 @@ def test_bad_options_are_named(make: Callable[[], object], names: list[str]) -> 
     with pytest.raises((TypeError, ValueError)) as error:
         make()
     assert all(name in str(error.value) for name in names)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("tau", [1e-12, 1e-6, 1e-3, 0.1, 0.9, 3.0, 1e3])
+def test_logistic_prox_keeps_the_digits_of_small_values(tau: float, dtype: torch.dtype) -> None:
+    """Against bisection of (1 - tau) sigma(u) + tau u = v in long doubles."""
+    sizes = torch.logspace(-20, 0, 81, dtype=torch.float64)
+    v = torch.cat([sizes, -sizes, 1.0 - sizes]).to(dtype)
+    level, step = v.double().numpy().astype(np.longdouble), np.longdouble(float(torch.tensor(tau)))
+    step = step if dtype == torch.float32 else np.longdouble(tau)
+    low = -100.0 - np.abs(level) / step
+    high = -low
+    for _ in range(200):
+        middle = (low + high) / 2
+        fade = np.exp(-np.abs(middle))
+        over = (1 - step) * np.where(middle > 0, 1.0, fade) / (1 + fade) + step * middle > level
+        low, high = np.where(over, low, middle), np.where(over, middle, high)
+    fade = np.exp(-np.abs(low))
+    wanted = torch.from_numpy((np.where(low > 0, 1.0, fade) / (1 + fade)).astype(float))
+    found = eq.Logistic().prox(v, tau).double()
+    # e^u of u = -27 has half as many units of rounding
+    assert bool(((found - wanted).abs() <= 14 * torch.finfo(dtype).eps * (v.abs() + wanted)).all())
+
+
+def test_a_bad_sample_with_an_l1_regularizer_is_no_answer() -> None:
+    """NaN is neither above nor below 0, and was taken for 0: converged, with a NaN gradient."""
+    torch.manual_seed(0)
+    weight = torch.full((1, 6), 0.2, dtype=torch.float64).requires_grad_()
+    A, b = torch.randn(8, 6, dtype=torch.float64), torch.randn(3, 8, dtype=torch.float64)
+    bad = b.clone()
+    bad[1] = math.nan
+    found = []
+    for right in (b, bad):
+        problem = eq.Problem(WithL1(eq.Tanh(), weight), smooth=eq.LeastSquares(A, right))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", eq.ConvergenceWarning)
+            sol = eq.minimize(problem)
+        (grad,) = torch.autograd.grad(sol.value[[0, 2]].square().sum(), weight)
+        found.append((sol, grad))
+    assert found[1][0].converged.tolist() == [True, False, True]
+    torch.testing.assert_close(found[1][1], found[0][1])
+    assert bool(WithL1(eq.Tanh(), 0.2).prox(torch.tensor([math.nan]), 0.5).isnan())

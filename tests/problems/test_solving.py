@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -108,3 +111,17 @@ def test_the_residual_at_the_value_is_bounded_by_the_one_stated(solver: eq.Ander
         found = eq.minimize(problem, solver=solver)
         residual = (problem.step(found.value) - found.value).norm(dim=1)
         assert (residual <= 1.64 * found.stats.residual + 1e-12).all()
+
+
+def test_vmap_over_weights_whose_norm_is_needed_says_what_to_do() -> None:
+    torch.manual_seed(0)
+    weights, c = 0.3 * torch.randn(2, 4, 4, dtype=torch.float64), torch.ones(3, 4).double()
+
+    def solve(W: Tensor, **options: Any) -> Tensor:
+        return eq.minimize(eq.Problem(eq.NonNegative(), eq.Linear(W, c)), **options).value
+
+    with pytest.raises(RuntimeError, match=r"each level of torch.vmap.*solver=Anderson\(\)"):
+        torch.vmap(solve)(weights)
+    found = torch.vmap(partial(solve, solver=eq.Anderson(rtol=1e-12)))(weights)
+    wanted = torch.stack([solve(W, solver=eq.Anderson(rtol=1e-12)) for W in weights])
+    torch.testing.assert_close(found, wanted)

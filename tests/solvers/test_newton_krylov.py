@@ -184,6 +184,18 @@ def test_large_system_agrees_with_scipy() -> None:
     np.testing.assert_allclose(found.value[0].numpy(), wanted, rtol=1e-8)
 
 
+def test_the_default_gradient_solves_what_the_steps_solve() -> None:
+    """A Laplacian of 32 unknowns takes 32 products: two cycles of 20 never end."""
+    n = 32
+    lap = (2 * torch.eye(n, dtype=torch.float64)).diagonal_scatter(-torch.ones(n - 1), 1)
+    lap = lap.diagonal_scatter(-torch.ones(n - 1), -1) * (n + 1) ** 2
+    b = torch.rand(3, n, dtype=torch.float64).requires_grad_()
+    weights = torch.rand(3, n, dtype=torch.float64)
+    sol = eq.root(lambda u, b: u @ lap - b, torch.zeros(3, n, dtype=torch.float64), b)
+    (grad,) = torch.autograd.grad(sol.value, b, weights)
+    torch.testing.assert_close(grad, weights @ torch.linalg.inv(lap), rtol=1e-8, atol=1e-12)
+
+
 def test_trees_and_gradients() -> None:
     a = randn(3, 2, seed=0).requires_grad_()
     weight = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)

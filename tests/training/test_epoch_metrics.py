@@ -6,11 +6,14 @@ import io
 import itertools
 import math
 import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lightning.pytorch.callbacks import Callback
 from torch import nn
 
 import equilibria as eq
@@ -21,6 +24,8 @@ from equilibria.training.epoch_metrics import (
     solver_numbers,
     warn_unsettled,
 )
+
+from .small import config, run
 
 steps = st.lists(st.tuples(st.floats(0, 10, width=32), st.integers(0, 32)), min_size=1, max_size=30)
 
@@ -73,6 +78,15 @@ def test_the_speed_counts_images_and_not_their_pixels(monkeypatch: pytest.Monkey
     metrics = stored(metrics)  # stopped at 6 s; a resumed epoch, from 4 s on, has its own rate
     metrics.add(torch.tensor(1.0), torch.tensor(50), torch.tensor(100), 6)
     assert metrics.speed() == {"seconds": 6.0 + 4.0, "images_per_second": 1.5}
+
+
+def test_the_speed_of_an_epoch_is_that_of_its_steps(tmp_path: Path) -> None:
+    class SlowValidation(Callback):
+        def on_validation_batch_start(self, *_: Any) -> None:
+            time.sleep(0.5)
+
+    row = run(config(tmp_path, epochs=1), callbacks=[SlowValidation()]).history[-1]
+    assert row["seconds"] - 192 / row["images_per_second"] > 0.45
 
 
 def test_a_process_whose_labels_do_not_count_takes_part_in_the_sum(

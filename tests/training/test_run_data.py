@@ -33,6 +33,20 @@ def test_rows_of_a_few_samples_point_into_the_data(validation: float) -> None:
         load_data(TrainConfig(samples=9999), None, progress=False)
 
 
+@pytest.mark.parametrize("samples", [1, 5, 12, 50, 100, 150, 200])
+@pytest.mark.parametrize("sizes", [[20] * 10, [2] * 100, [191, *[1] * 9], [100, 93, 7]])
+def test_as_many_samples_as_asked_for(samples: int, sizes: list[int]) -> None:
+    """Also where classes are more than samples, or so small that none has a whole share."""
+    targets = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+    images = eq.data.load("digits", "train", progress=False).subset(range(200))
+    images = replace(images, targets=targets, classes=tuple(map(str, range(len(sizes)))))
+    chosen = images.few(samples, 0)
+    assert int(chosen.sum()) == samples
+    counts = torch.bincount(targets[chosen], minlength=len(sizes))
+    assert int(counts.min()) >= (samples >= len(sizes) and min(sizes) > 1)
+    assert bool(((counts - torch.tensor(sizes) * samples / 200).abs() < len(sizes)).all())
+
+
 def batches(tmp_path: Path, progress: Progress, rank: int = 0, world: int = 1) -> TrainBatches:
     settings = config(tmp_path, augment=["flip", "crop"])
     data = load_data(settings, digits(), progress=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,16 @@ from equilibria.engine.maps import Map
 from equilibria.engine.result import BackwardStats, Iterated, Result, warn_user
 from equilibria.engine.solver import Solver
 from equilibria.engine.tree import Leaves, add, repeat_samples, sample_norm, subtract
+
+
+def refuse_batches(grads: Sequence[Tensor]) -> None:
+    """Raise where vmap, of either kind, gives a recorded solve many gradients at once."""
+    if any("Batched" in str(torch._C._dispatch_keys(g)) for g in grads):
+        raise RuntimeError(
+            "the backward pass of a solve was given a batch of gradients (is_grads_batched=True, "
+            "vectorize=True or torch.vmap) and takes one: call torch.autograd.grad for each, or "
+            "torch.func.jacrev or torch.func.vjp of a function in which the solve is."
+        )
 
 
 def solve_adjoint(

@@ -28,7 +28,7 @@ from equilibria.engine.solver import Solver, SolverOptions
 from equilibria.engine.transforms import outside_compile, transforms_active
 from equilibria.engine.tree import Leaves, join_samples, keep_samples, part_samples, subtract
 
-from .backward import note_backward, solve_adjoint
+from .backward import note_backward, refuse_batches, solve_adjoint
 from .functional import Backward, Explicit, backward_functional, make_explicit, solve_functional
 from .graph import (
     Evaluation,
@@ -236,13 +236,15 @@ class _ImplicitFunction(torch.autograd.Function):
         ctx: Any, explicit: Explicit, graph: Evaluation, rule: Rule, count: int, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.explicit, ctx.graph, ctx.rule = explicit, graph, rule
-        outputs = tuple(t.view_as(t) for t in tensors[:count])
+        # Their own memory: the caller may write into them, the graph of T(z*) holds z*.
+        outputs = tuple(t.clone() for t in tensors[:count])
         # Sources are saved so that autograd notices when one is changed before a second order.
         ctx.save_for_backward(*outputs, *tensors[count:])
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        refuse_batches(grads)
         graph: Evaluation = ctx.graph
         rule: Rule = ctx.rule
         n = len(graph.inside)

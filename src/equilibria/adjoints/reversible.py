@@ -26,6 +26,7 @@ from equilibria.engine.tree import (
     without_graph,
 )
 
+from .backward import refuse_batches
 from .graph import cut_off, evaluate, evaluate_isolated, lend, without_gradient
 
 _LOST = 1e-3  # how far from z0 the undone steps may end, relative to the states
@@ -165,7 +166,7 @@ class _ReversibleFunction(torch.autograd.Function):
     def forward(ctx: Any, steps: _Steps, n: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.steps, ctx.count = steps, n
         ctx.save_for_backward(*tensors[n:])
-        return tuple(t.view_as(t) for t in tensors[:n])
+        return tuple(t.clone() for t in tensors[:n])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
@@ -174,6 +175,7 @@ class _ReversibleFunction(torch.autograd.Function):
                 "Reversible has no second derivative; use Unrolled() with a fixed number of steps, "
                 "or Implicit()."
             )
+        refuse_batches(grads)
         n, steps, saved = ctx.count, ctx.steps, ctx.saved_tensors
         y, z = list(saved[:n]), list(saved[n : 2 * n])
         g_z = [g.double() for g in grads]

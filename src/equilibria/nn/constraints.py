@@ -122,8 +122,9 @@ class OperatorNorm(nn.Module):
         shape = (1, *self._input_shape(weight))
         if weight.is_meta:
             found = weight.new_empty(shape)
-        elif not bool(torch.isfinite(weight).all()):
-            raise ValueError("OperatorNorm: the weight holds NaN or infinite entries.")
+        elif not bool((work.abs() < torch.finfo(work.dtype).max ** 0.4).all()):
+            why = "holds NaN or infinite entries, or some whose squares overflow"
+            raise ValueError(f"OperatorNorm: the weight {why}.")
         else:
             unit = work.abs().amax().clamp_min(torch.finfo(work.dtype).tiny)  # no square overflows
             found = leading_vector(self.operator(work / unit), shape).to(weight.dtype)
@@ -155,8 +156,10 @@ class OperatorNorm(nn.Module):
             w = self.operator(weight.detach().to(work))
             v = stored.to(work)
             for _ in range(self.steps):
-                v = w.adjoint(w(v), v.shape[1:])
-                v = v / torch.linalg.vector_norm(v, torch.inf).clamp_min(torch.finfo(work).tiny)
+                image = w.adjoint(w(v), v.shape[1:])
+                size = torch.linalg.vector_norm(image, torch.inf)
+                # Where W is still zero v stays: from zero it would never come back.
+                v = torch.where((size > 0) & size.isfinite(), image / size, v)
         stored.copy_(v)
 
     def extra_repr(self) -> str:
@@ -170,13 +173,23 @@ class RowNorm(nn.Module):
     """
 
     def forward(self, g: Tensor, v: Tensor) -> Tensor:
-        return g * v / self._norm(v)
+        wide = v.to(torch.promote_types(v.dtype, torch.float32))
+        norm = self._norm(wide).clamp_min(torch.finfo(wide.dtype).tiny)
+        return (g * (wide / norm)).to(v.dtype)
 
     def right_inverse(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        return self._norm(weight), weight
+        g = self._norm(weight)
+        if not weight.is_meta and not bool(g.isfinite().all()):
+            raise ValueError(
+                "WeightNormalized: the weight holds NaN or infinite entries, or rows whose norm is "
+                f"beyond {weight.dtype}."
+            )
+        return g, weight
 
     def _norm(self, v: Tensor) -> Tensor:
-        norm: Tensor = torch.linalg.vector_norm(v, dim=list(range(1, v.ndim)), keepdim=True)
+        rest = list(range(1, v.ndim))  # in units of the largest entry no square overflows
+        unit = v.detach().abs().amax(rest, keepdim=True).clamp_min(torch.finfo(v.dtype).tiny)
+        norm: Tensor = unit * torch.linalg.vector_norm(v / unit, dim=rest, keepdim=True)
         return norm
 
 

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, TypedDict
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from equilibria.adjoints import Implicit
 from equilibria.adjoints.graph import captured
@@ -30,6 +31,7 @@ from equilibria.problems import (
     NonNegative,
     Prior,
 )
+from equilibria.problems.operators import check_dtype
 from equilibria.problems.solving import minimize_from
 from equilibria.solvers import Anderson, Auto
 
@@ -240,6 +242,9 @@ class MapLayer(_SolvedLayer, ABC):
         injected = self.injected(x)
         start = self.start(x, *injected) if z0 is None else z0
         self.check_state(start, x)
+        if z0 is not None and isinstance(x, Tensor) and x.is_floating_point():
+            for part in pytree.tree_leaves(z0):
+                check_dtype(x, part)
         return self.bound_step(), start, injected
 
     def solve(self, x: Any, z0: Any = None, **options: Any) -> Solution[Any]:

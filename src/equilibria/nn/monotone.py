@@ -30,6 +30,7 @@ from equilibria.problems.monotone_operator import (
 )
 from equilibria.problems.monotone_tiers import TieredMonotone, make_geometry
 from equilibria.problems.norms import convolution_norm_upper, dense_norm
+from equilibria.problems.operators import check_dtype
 from equilibria.solvers.forward_backward import Splitting, SplittingIteration, SplittingSolver
 from equilibria.solvers.peaceman_rachford import PeacemanRachford
 
@@ -288,6 +289,8 @@ class MonotoneDEQ(FeatureLayer, MapLayer):
         (c,) = self.injected(x)
         start = self.start(x, c) if z0 is None else z0
         self.check_state(start, x)
+        for part in [start] if self.tiers == 1 else start:
+            check_dtype(self.U.weight, part)  # type: ignore[arg-type]
         return self.inclusion(x), start if self.tiers == 1 else tuple(start), c
 
     def bounds(self) -> tuple[float, float]:

@@ -43,6 +43,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from equilibria.engine.transforms import functorch_active
 from equilibria.engine.tree import sample_norm
 
 UNIT = 2.0**-53
@@ -80,7 +81,16 @@ def exact(t: Tensor) -> Tensor:
 
 def _finite(t: Tensor, what: str) -> Tensor:
     t = exact(t)
-    if not bool(torch.isfinite(t).all()):
+    try:
+        finite = bool(torch.isfinite(t).all())
+    except RuntimeError as error:
+        if not functorch_active():
+            raise
+        raise RuntimeError(
+            f"{what} has a norm for each level of torch.vmap, and bounds are single numbers: take "
+            "solver=Anderson(), which needs none, give bounds=(m, L), or loop in place of vmap."
+        ) from error
+    if not finite:
         raise ValueError(f"{what} holds NaN or infinite entries: it has no norm.")
     return t
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from equilibria.engine.transforms import may_keep, may_reuse, transforms_active, version
+from equilibria.engine.transforms import autocasts, may_keep, may_reuse, transforms_active, version
 from equilibria.ops.winograd import can_use_winograd, transformed_weight, winograd
 from equilibria.problems.norms import (
     NormBound,
@@ -29,6 +29,15 @@ from equilibria.problems.norms import (
 def _batched(shape: Sequence[int]) -> str:
     """[B, 3, 4] for (3, 4)."""
     return f"[B, {', '.join(map(str, shape))}]"
+
+
+def check_dtype(like: Tensor, z: Tensor) -> None:
+    """Raise unless torch multiplies the two."""
+    if z.dtype != like.dtype and not autocasts(z):
+        raise TypeError(
+            f"weights or inputs of {like.dtype} meet a state of {z.dtype}: use z.to({like.dtype}) "
+            "for a state or a warm start z0, or torch.autocast."
+        )
 
 
 class LinearOperator(ABC):
@@ -148,9 +157,11 @@ class DenseOperator(_OfOneShape):
         self.weight = weight
 
     def __call__(self, z: Tensor) -> Tensor:
+        check_dtype(self.weight, z)
         return F.linear(z, self.weight)
 
     def adjoint(self, y: Tensor, in_shape: Sequence[int] | None = None) -> Tensor:
+        check_dtype(self.weight, y)
         return y @ self.weight
 
     def cast(self, dtype: torch.dtype) -> DenseOperator:
@@ -338,6 +349,7 @@ class ConvOperator(LinearOperator):
         return full.flatten(2, 3).flatten(0, 1)
 
     def __call__(self, z: Tensor) -> Tensor:
+        check_dtype(self.weight, z)
         # The first step of most solves; where a graph is recorded it must reach W.
         if not (torch.is_grad_enabled() and self.weight.requires_grad) and _is_zero(z):
             zeros = z.new_zeros(z.shape[0], *self.output_shape(z.shape[1:]))
@@ -349,6 +361,7 @@ class ConvOperator(LinearOperator):
         return F.conv2d(z, self.weight, None, self.stride, self.padding, 1, self.groups)
 
     def adjoint(self, y: Tensor, in_shape: Sequence[int] | None = None) -> Tensor:
+        check_dtype(self.weight, y)
         in_shape = self.input_shape(y.shape[1:]) if in_shape is None else in_shape
         if tuple(y.shape[1:]) != self.output_shape(in_shape):
             raise ValueError(

@@ -478,8 +478,7 @@ class WithL1(Prior):
         wide = at_least_float32(v)  # v -+ shift may leave the range of half precision
         right = self.prior.prox(wide - shift, tau)
         left = self.prior.prox(wide + shift, tau)
-        zero = torch.zeros((), dtype=wide.dtype, device=wide.device)
-        return torch.where(right > 0, right, torch.where(left < 0, left, zero)).to(v.dtype)
+        return (torch.relu(right) - torch.relu(-left)).to(v.dtype)  # one is 0; NaN stays NaN
 
     def subdifferential(self, z: Tensor) -> tuple[Tensor, Tensor]:
         lower, upper = self.prior.subdifferential(z)
@@ -510,14 +509,14 @@ def tanh_gap(u: Tensor) -> Tensor:
     return torch.where(small, inner * square / (tail + square), u - u.tanh())
 
 
-def _tanh_newton(u: Tensor, v: Tensor, tau: Tensor) -> Tensor:
-    """One Newton step for ``tau u + (1 - tau) tanh u = v``, ``u >= 0``, without cancellation."""
+def _tanh_newton(u: Tensor, v: Tensor, tau: Tensor, beyond: Tensor) -> Tensor:
+    """A Newton step for ``tau u + (1 - tau) tanh u = v``, ``u >= 0``; ``beyond`` is ``v - 1``."""
     fade = torch.exp(-2.0 * u)
     short = 2.0 * fade / (1.0 + fade)  # 1 - tanh u
     bend = short * (2.0 - short)  # tanh' u
     height = u.tanh()
     direct = tau * u + (1.0 - tau) * height - v
-    saturated = tau * (u - 1.0) - (v - 1.0) - (1.0 - tau) * short
+    saturated = tau * (u - 1.0) - beyond - (1.0 - tau) * short
     contracting = u + (tau - 1.0) * tanh_gap(u) - v
     miss = torch.where(u > 0.5, saturated, direct)
     miss = torch.where(tau > 1.0, contracting, miss)
@@ -526,15 +525,19 @@ def _tanh_newton(u: Tensor, v: Tensor, tau: Tensor) -> Tensor:
     return u - miss / slope
 
 
-def solve_tanh(v: Tensor, tau: Tensor) -> Tensor:
-    """``u`` with ``tau u + (1 - tau) tanh u = v``; differentiable in ``v`` and ``tau``."""
+def solve_tanh(v: Tensor, tau: Tensor, ends: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    """``u`` with ``tau u + (1 - tau) tanh u = v``; differentiable in ``v`` and ``tau``.
+
+    ``ends`` is ``(v - 1, -v - 1)`` where the caller knows these to more digits than ``v``.
+    """
     sign = torch.copysign(torch.ones_like(v), v).detach()
     folded = v * sign  # |v|, with a derivative at 0
-    size, step = folded.detach(), tau.detach()
+    beyond = folded - 1.0 if ends is None else torch.where(sign > 0, *ends)
+    size, step, past = folded.detach(), tau.detach(), beyond.detach()
     gap = step - 1.0
     # tau < 1: concave for u > 0, root in [|v|, artanh |v|]; the tail equation bounds it above.
     ratio = (4.0 * (1.0 - step).clamp(min=1e-30) / step).log()
-    below = 0.5 * (ratio - log_wright_omega(ratio - 2.0 * (size - 1.0 + step) / step))
+    below = 0.5 * (ratio - log_wright_omega(ratio - 2.0 * (past + step) / step))
     below = torch.where(size < 1.0, torch.minimum(below, size.clamp(max=1.0).atanh()), below)
     # tau > 1: convex for u > 0; u - tanh u >= (1 - tanh 1) u^3 on [0, 1] bounds the root above.
     cubic = (size / ((1.0 - math.tanh(1.0)) * gap.clamp(min=1e-30))).pow(1.0 / 3.0)
@@ -544,8 +547,8 @@ def solve_tanh(v: Tensor, tau: Tensor) -> Tensor:
     high = torch.where(short, math.inf, size)
     u = torch.where(short, below, above).clamp(min=low, max=high)
     for _ in range(_STEPS):
-        u = _tanh_newton(u, size, step).clamp(min=low, max=high)
-    return sign * _tanh_newton(_tanh_newton(u, folded, tau), folded, tau)
+        u = _tanh_newton(u, size, step, past).clamp(min=low, max=high)
+    return sign * _tanh_newton(_tanh_newton(u, folded, tau, beyond), folded, tau, beyond)
 
 
 def _softplus(u: Tensor) -> Tensor:
@@ -711,7 +714,8 @@ class Logistic(SmoothPrior):
 
     def _solve(self, v: Tensor, tau: Tensor) -> Tensor:
         scale = 0.5 * (1.0 + 3.0 * tau)
-        t = solve_tanh((v - 0.5 * (1.0 - tau)) / scale, 2.0 * tau / scale)
+        ends = (v - 1.0 - tau) / scale, -(v + 2.0 * tau) / scale  # no digit of a small v is lost
+        t = solve_tanh((v - 0.5 * (1.0 - tau)) / scale, 2.0 * tau / scale, ends)
         return torch.sigmoid(2.0 * t)
 
     def activation(self, v: Tensor) -> Tensor:

@@ -39,6 +39,7 @@ class EpochMetrics:
         self._images = self._window_images = 0
         self._began = self._window_began = time.perf_counter()
         self._earlier = 0.0  # seconds of the epoch before it was resumed
+        self._stepped: float | None = None  # when its steps were done
         self._added = False
         self.gradient_norm: Tensor | None = None
         """Of the latest step."""
@@ -75,11 +76,17 @@ class EpochMetrics:
         """Means over the epoch, as the history has them."""
         return _means(self._sums.tolist(), [0.0] * 11)
 
+    def end_steps(self) -> None:
+        """The steps of the epoch are done; what comes now is validation. Waits."""
+        self._sums.tolist()
+        self._stepped = time.perf_counter()
+
     def speed(self) -> dict[str, float]:
-        """Seconds of the epoch; images per second since it began or was resumed."""
-        seconds = time.perf_counter() - self._began
-        rate = self._images / seconds
-        return {"seconds": round(self._earlier + seconds, 3), "images_per_second": round(rate, 1)}
+        """Seconds of the epoch; images per second of its steps since it began or was resumed."""
+        now = time.perf_counter()
+        rate = self._images / ((self._stepped or now) - self._began)
+        seconds = self._earlier + now - self._began
+        return {"seconds": round(seconds, 3), "images_per_second": round(rate, 1)}
 
     def reduce(self, device: torch.device) -> None:
         self._sums = self._sums.to(device)

@@ -389,6 +389,7 @@ class Run(Checkpoint):
             raise _Stop
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.module.metrics.end_steps()
         self._share_buffers(trainer)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
