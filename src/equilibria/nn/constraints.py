@@ -156,10 +156,11 @@ class OperatorNorm(nn.Module):
             w = self.operator(weight.detach().to(work))
             v = stored.to(work)
             for _ in range(self.steps):
-                image = w.adjoint(w(v), v.shape[1:])
-                size = torch.linalg.vector_norm(image, torch.inf)
-                # Where W is still zero v stays: from zero it would never come back.
-                v = torch.where((size > 0) & size.isfinite(), image / size, v)
+                v = w.adjoint(w(v), v.shape[1:])
+                size = torch.linalg.vector_norm(v, torch.inf)
+                v = v / size.clamp_min(torch.finfo(work).tiny)
+            # Where W is still zero v stays: from zero it would never come back.
+            v = torch.where((size > 0) & (size < torch.inf), v, stored)
         stored.copy_(v)
 
     def extra_repr(self) -> str:
