@@ -441,7 +441,8 @@ def twin_of(model: models.Network) -> models.Network | None:
     name = model.config.name.replace("geq", "explicit", 1)
     if name == model.config.name or name not in models.names():
         return None
-    options = {k: v for k, v in model.config.options.items() if k in ("widths", "depth", "norm")}
+    shared = models.describe(name).options
+    options = {k: v for k, v in model.config.options.items() if k in shared}
     shape = {"in_channels": model.config.in_channels, "image_size": model.config.image_size}
     return models.create(name, model.config.num_classes, **shape, **options)
 

@@ -1,4 +1,4 @@
-"""A training step of GEQ networks, torchdeq and an explicit twin: speed, memory, residual.
+"""A training step of GEQ networks, torchdeq and explicit twins: speed, memory, residual.
 
     python benchmarks/geq_step.py --out results
 
@@ -8,8 +8,8 @@ steps (forward, loss, backward, SGD):
 - branches: six GEQ branches (4.45 M parameters); and the same weights with torchdeq (Anderson and
   Broyden, phantom gradient of 5 steps), the map written in plain PyTorch. Residuals are measured
   after the step, in float64, on the first samples.
-- stack: six GEQ layers in sequence (2.79 M); and its explicit twin, with two convolutions instead
-  of each layer.
+- stack: six GEQ layers in sequence (2.79 M).
+- of both an explicit twin, with two convolutions instead of each layer.
 
 "graph" rows replay CUDA graphs (training.GraphedModel). Writes geq_step.json, and with --profile
 a profile of the device.
@@ -98,12 +98,17 @@ def twin(_: argparse.Namespace) -> nn.Module:
     return eq.models.create("explicit_stack_cifar_3m")
 
 
+def branches_twin(_: argparse.Namespace) -> nn.Module:
+    return eq.models.create("explicit_cifar_5m", fusion=0)
+
+
 ROWS = {
     "branches torchdeq anderson": Row(peer("anderson"), "eager"),
     "branches torchdeq broyden": Row(peer("broyden"), "eager"),
     "branches papers' way": Row(old_branches, "eager"),
     "branches eager": Row(branches, "eager"),
     "branches graph": Row(branches, "graph"),
+    "branches twin graph": Row(branches_twin, "graph"),
     "stack first recipe": Row(old_stack, "eager"),
     "stack eager": Row(stack, "eager"),
     "stack graph": Row(stack, "graph"),

@@ -22,6 +22,7 @@ KINDS = [
     "kerdeq_imagenet_6m",
     "mopteq_cifar_5m",
     "mopteq_imagenet_6m",
+    "explicit_cifar_5m",
     "mopteq_polynomial_cifar_5m",
     "mopteq_sigmoid_cifar_5m",
     "geq_digits",
@@ -52,7 +53,7 @@ def options(name: str) -> dict[str, Any]:
         size = 32 if "imagenet" in name else 8
         size *= 2 if name.startswith("kerdeq_imagenet") else 1
         return {"image_size": size, **_BRANCHES, "hidden": 4}
-    if family == "mopteq":
+    if family in ("mopteq", "explicit"):
         return {"image_size": 32 if "imagenet" in name else 8, **_BRANCHES}
     if name.endswith("_seg") and family != "mdeq":
         return _DEEP

@@ -113,6 +113,22 @@ def test_balanced_output_error_bounds_the_true_error() -> None:
     assert bool((bound < 1e3 * error).all())
 
 
+def test_the_explicit_twin_by_hand() -> None:
+    model = _network("explicit_cifar_5m")
+    assert not eq.nn.equilibrium_layers(model)
+    chain, x = model.branches, torch.rand(2, model.stem[0].out_channels, *model.branches.scales[0])
+    answers: list[torch.Tensor] = []
+    for pair, norm, (side, _) in zip(chain.branches, chain.norms, chain.scales, strict=True):
+        earlier = [F.interpolate(a, side) if len(a[0, 0]) < side else a for a in answers]
+        seen = sum(F.adaptive_avg_pool2d(a, side) for a in [x, *earlier])
+        inner = pair.norm(F.conv2d(seen.relu(), pair.first.weight, padding=1)).relu()
+        answers.append(norm(F.conv2d(inner, pair.second.weight, padding=1)))
+    side = chain.output[0]
+    moved = [F.interpolate(a, side) if len(a[0, 0]) < side else a for a in answers]
+    expected = sum(F.adaptive_avg_pool2d(a, side) for a in moved) / len(moved)
+    torch.testing.assert_close(chain(x), expected)
+
+
 def test_bad_layouts() -> None:
     with pytest.raises(ValueError, match=r"give 2 and 6 branches"):
         models.create("geq_cifar_5m", mids=(8, 8))

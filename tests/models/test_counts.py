@@ -116,6 +116,7 @@ _KINDS = ("geq", "opteq", "explicit")
     [
         *(([f"{k}_stack_{s}" for k in _KINDS], 10) for s in ("digits", "mnist", *_LARGEST)),
         *(([f"{k}_{s}" for k in _KINDS], 10) for s in ("digits", "mnist")),
+        *(([f"geq_{s}", f"explicit_{s}"], 10) for s in ("cifar_5m", "cifar_8m")),
         (["deep_opteq_seg", "fcn_seg"], 11),
         *(
             ([f"mopteq{k}_{s}" for k in ("", "_polynomial", "_sigmoid")], 10)

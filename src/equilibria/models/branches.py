@@ -1,4 +1,4 @@
-"""Six branches at several scales: GEQ, KerDEQ, MOptEq and its kernels (docs/models.md).
+"""Six branches at several scales: GEQ, KerDEQ, MOptEq and kernels, explicit twins (docs/models.md).
 
     images → stem → branches at S, S/2, S/4, S/4, S/8, S/8 pixels → average → fusion → head
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from equilibria.adjoints import Phantom
 from equilibria.nn import GEQ, MultiBranch, NormBounded, OptEq, PolynomialEq, SigmoidEq
+from equilibria.nn.multi_branch import Branches
 from equilibria.problems import FixedGamma, MeanPatchEnergy, Patches
 from equilibria.solvers import Anderson
 
@@ -33,6 +34,7 @@ from .network import (
     few_steps,
     patch_size,
 )
+from .stacks import ExplicitPair
 
 
 class BalancedBranches(MultiBranch):
@@ -55,7 +57,7 @@ class BranchNet(Network):
     convolutions, 7 × 7 and 3 × 3 (ImageNet), else one 3 × 3 (CIFAR). ``mids`` and ``scales`` have
     one number per branch: the channels of U and W, and by what the stem's pixels are divided. A
     branch reads the stem and, where ``reading`` is "chain", the sum of the branches before it.
-    Branches with a ``radius`` are BalancedBranches.
+    Branches with a ``radius`` are BalancedBranches; pairs of convolutions make an explicit twin.
     """
 
     def __init__(
@@ -89,9 +91,10 @@ class BranchNet(Network):
         else:
             stem = conv_norm_relu(config.in_channels, channels, 3, kaiming=True)
         self.stem = nn.Sequential(*stem)
-        kind = BalancedBranches if "radius" in options else MultiBranch
         middle = sorted(pixels)[len(pixels) // 2]
         layers = [layer(channels, mid, kernel_size=3, **options) for mid in mids]
+        kind: type[Branches] = BalancedBranches if "radius" in options else MultiBranch
+        kind = Branches if isinstance(layers[0], ExplicitPair) else kind
         self.branches = kind(layers, pixels, output=middle, chain=reading == "chain")
         mixed: list[nn.Module] = []
         for _ in range(fusion):
@@ -119,6 +122,12 @@ def _gaussian(channels: int, mid: int, **options: Any) -> nn.Module:
         with torch.no_grad():
             weight.mul_(math.sqrt(0.5 / (gamma.value * patch.width / 6.0)))
     return layer
+
+
+def _explicit(channels: int, mid: int, kernel_size: int) -> nn.Module:
+    """Two convolutions with the kernels of U and W, 3 × 3 as in all branches."""
+    assert kernel_size == 3
+    return ExplicitPair(channels, channels, mid)
 
 
 # Forward Anderson, backward the phantom gradient z ← 0.2z + 0.8T(z), as in the papers. The steps
@@ -192,6 +201,8 @@ def _family(
     # Revision 1 had the papers' solver.
     yield made("mopteq", state, text, linear, "GEQ, Tables 1–2", paper_parameters=count, revision=2)
     if not imagenet:
+        text = "pairs of convolutions in a chain: explicit twin of the GEQ's"
+        yield made("explicit", _explicit, text, shared, "ours", paper_parameters=None, revision=0)
         bounded = {**shared, "channels": kernel_channels, "constraint": NormBounded(bound=0.7)}
         bounded |= _PAPER
         for kernel, (layer, radius) in _RADII.items():
@@ -209,4 +220,4 @@ SPECS = (
     *_family("imagenet_6m", 6_000_000, 256),
     *_family("imagenet_13m", 13_000_000, 384, printed=True),
 )
-"""geq_*, kerdeq_*, mopteq_*, mopteq_polynomial_*, mopteq_sigmoid_*."""
+"""geq_*, kerdeq_*, mopteq_*, explicit_*, mopteq_polynomial_*, mopteq_sigmoid_*."""

@@ -77,6 +77,7 @@ class ExplicitPair(nn.Module):
     def __init__(self, before: int, after: int, mid: int | None = None) -> None:
         super().__init__()
         inner = after if mid is None else mid
+        self.state_channels = after
         self.first = nn.Conv2d(before, inner, 3, padding=1, bias=False)
         self.norm = nn.BatchNorm2d(inner)
         self.second = nn.Conv2d(inner, after, 3, padding=1, bias=False)

@@ -98,28 +98,8 @@ def combine(parts: Sequence[Solution[Tensor]]) -> BranchSolution:
     )
 
 
-class MultiBranch(nn.Module):
-    """y = (1/n) Σᵢ Rᵢ z*ᵢ, z*ᵢ = layerᵢ(Pᵢ x): n branches, each at its own scale.
-
-    Pᵢ is average pooling of x [B, C, H, W] to ``scales[i]`` pixels, Rᵢ average pooling or nearest
-    upsampling from there to the output's. The papers' networks for CIFAR have six branches with
-    ``scales=(32, 16, 8, 8, 4, 4)`` (GEQ A.6). Any layer with ``is_equilibrium`` whose state is one
-    feature map will do, each solved by its own solver and adjoint; all have equal channels.
-
-    With ``chain=True`` a branch also sees the branches before it: branch i solves at
-    Pᵢx + Σ_{j<i} Rⱼyⱼ, where yⱼ = normⱼ(z*ⱼ) is its answer after a batch norm, and y is the mean of
-    the Rᵢyᵢ. Each branch still has its own certificate, at the input that it saw; ``output_error``
-    carries the error of a branch through those behind it.
-
-    Args:
-        layers: the branches.
-        scales: the pixels of each branch, a number (square) or (height, width).
-        output: the pixels of y; None: the first branch's. Global mean pooling of y gives the same
-            for every output, so a network that ends in it may take the smallest.
-        chain: whether a branch also sees those before it; all have the channels of x then.
-    """
-
-    is_equilibrium: ClassVar[bool] = True
+class Branches(nn.Module):
+    """y = (1/n) Σᵢ Rᵢ layerᵢ(Pᵢ x): n modules at scales of their own; see ``MultiBranch``."""
 
     def __init__(
         self,
@@ -136,12 +116,6 @@ class MultiBranch(nn.Module):
                 f"MultiBranch takes as many scales as layers, at least one; got {len(layers)} "
                 f"layers and {len(scales)} scales."
             )
-        for i, layer in enumerate(layers):
-            if not getattr(layer, "is_equilibrium", False):
-                raise TypeError(
-                    f"MultiBranch: layer {i} is a {type(layer).__name__}; a branch is an "
-                    "equilibrium layer such as eq.nn.GEQ(...) (one with is_equilibrium = True)."
-                )
         self.branches = nn.ModuleList(layers)
         self.chain = chain
         if chain:
@@ -177,6 +151,94 @@ class MultiBranch(nn.Module):
                 factors = finer[0] // scale[0], finer[1] // scale[1]
                 pooled[scale] = average_pool(pooled[finer], *factors)
         return tuple(pooled[scale] for scale in self.scales)
+
+    def _walk(
+        self, inputs: Sequence[Tensor], answer: Callable[[int, Tensor], Tensor]
+    ) -> list[Tensor]:
+        """The outputs of the branches; answer(i, what branch i sees) gives its state."""
+        outputs: list[Tensor] = []
+        total: Tensor | None = None
+        for i, (own, scale) in enumerate(zip(inputs, self.scales, strict=True)):
+            if total is not None:
+                total = _resize(total, scale)
+            state = answer(i, own if total is None else own + total)
+            _check_map(i, state, scale)
+            outputs.append(self._output(i, state))
+            if self.chain:
+                total = outputs[i] if total is None else total + outputs[i]
+        return outputs
+
+    def gain(self, i: int) -> float:
+        """What the state of branch i is multiplied with before it leaves the branch: 1."""
+        return 1.0
+
+    def _output(self, i: int, z: Tensor) -> Tensor:
+        scaled = z if self.gain(i) == 1.0 else self.gain(i) * z
+        if not self.chain:
+            return scaled
+        out: Tensor = self.norms[i](scaled)
+        return out
+
+    def _average(self, outputs: Sequence[Tensor]) -> Tensor:
+        channels = [y.shape[1] for y in outputs]
+        if len(set(channels)) > 1:
+            raise ValueError(
+                f"MultiBranch needs equal channels in all branches, got {channels}: give the "
+                "layers one number of channels."
+            )
+        moved = [_resize(y, self.output) for y in outputs]
+        total = moved[0]
+        for y in moved[1:]:
+            total = total + y
+        return total / len(moved)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """y, [B, C, *output]."""
+        return self._average(self._walk(self.split(x), lambda i, seen: self.branches[i](seen)))
+
+    def extra_repr(self) -> str:
+        return f"scales={self.scales}, output={self.output}, chain={self.chain}"
+
+
+class MultiBranch(Branches):
+    """y = (1/n) Σᵢ Rᵢ z*ᵢ, z*ᵢ = layerᵢ(Pᵢ x): n branches, each at its own scale.
+
+    Pᵢ is average pooling of x [B, C, H, W] to ``scales[i]`` pixels, Rᵢ average pooling or nearest
+    upsampling from there to the output's. The papers' networks for CIFAR have six branches with
+    ``scales=(32, 16, 8, 8, 4, 4)`` (GEQ A.6). Any layer with ``is_equilibrium`` whose state is one
+    feature map will do, each solved by its own solver and adjoint; all have equal channels.
+
+    With ``chain=True`` a branch also sees the branches before it: branch i solves at
+    Pᵢx + Σ_{j<i} Rⱼyⱼ, where yⱼ = normⱼ(z*ⱼ) is its answer after a batch norm, and y is the mean of
+    the Rᵢyᵢ. Each branch still has its own certificate, at the input that it saw; ``output_error``
+    carries the error of a branch through those behind it.
+
+    Args:
+        layers: the branches.
+        scales: the pixels of each branch, a number (square) or (height, width).
+        output: the pixels of y; None: the first branch's. Global mean pooling of y gives the same
+            for every output, so a network that ends in it may take the smallest.
+        chain: whether a branch also sees those before it; all have the channels of x then.
+    """
+
+    is_equilibrium: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        scales: Sequence[Pixels],
+        *,
+        output: Pixels | None = None,
+        chain: bool = False,
+    ) -> None:
+        layers = list(layers)
+        for i, layer in enumerate(layers):
+            if not getattr(layer, "is_equilibrium", False):
+                raise TypeError(
+                    f"MultiBranch: layer {i} is a {type(layer).__name__}; a branch is an "
+                    "equilibrium layer such as eq.nn.GEQ(...) (one with is_equilibrium = True)."
+                )
+        super().__init__(layers, scales, output=output, chain=chain)
 
     @torch.no_grad()
     def inputs(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -226,33 +288,6 @@ class MultiBranch(nn.Module):
         outputs = self._walk(inputs, answer)
         return combine(parts), outputs
 
-    def _walk(
-        self, inputs: Sequence[Tensor], answer: Callable[[int, Tensor], Tensor]
-    ) -> list[Tensor]:
-        """The outputs of the branches; answer(i, what branch i sees) gives its state."""
-        outputs: list[Tensor] = []
-        total: Tensor | None = None
-        for i, (own, scale) in enumerate(zip(inputs, self.scales, strict=True)):
-            if total is not None:
-                total = _resize(total, scale)
-            state = answer(i, own if total is None else own + total)
-            _check_map(i, state, scale)
-            outputs.append(self._output(i, state))
-            if self.chain:
-                total = outputs[i] if total is None else total + outputs[i]
-        return outputs
-
-    def gain(self, i: int) -> float:
-        """What the state of branch i is multiplied with before it leaves the branch: 1."""
-        return 1.0
-
-    def _output(self, i: int, z: Tensor) -> Tensor:
-        scaled = z if self.gain(i) == 1.0 else self.gain(i) * z
-        if not self.chain:
-            return scaled
-        out: Tensor = self.norms[i](scaled)
-        return out
-
     def _one_each(self, name: str, states: Sequence[Any] | None) -> list[Any]:
         count = len(self.branches)
         found = [None] * count if states is None else list(states)
@@ -268,19 +303,6 @@ class MultiBranch(nn.Module):
         for i, (z, scale) in enumerate(zip(states, self.scales, strict=True)):
             _check_map(i, z, scale)
         return self._average([self._output(i, z) for i, z in enumerate(states)])
-
-    def _average(self, outputs: Sequence[Tensor]) -> Tensor:
-        channels = [y.shape[1] for y in outputs]
-        if len(set(channels)) > 1:
-            raise ValueError(
-                f"MultiBranch needs equal channels in all branches, got {channels}: give the "
-                "layers one number of channels."
-            )
-        moved = [_resize(y, self.output) for y in outputs]
-        total = moved[0]
-        for y in moved[1:]:
-            total = total + y
-        return total / len(moved)
 
     def forward(self, x: Tensor, z0: Sequence[Any] | None = None) -> Tensor:
         """y, [B, C, *output]; ``z0`` is a warm start, a state for each branch."""
@@ -339,9 +361,6 @@ class MultiBranch(nn.Module):
         norm: Any = self.norms[i]
         spread = (norm.running_var.double() + norm.eps).sqrt()
         return float((norm.weight.detach().double().abs() / spread).max()) * (1.0 + 1e-14)
-
-    def extra_repr(self) -> str:
-        return f"scales={self.scales}, output={self.output}, chain={self.chain}"
 
 
 def _state_channels(layer: nn.Module) -> int:
