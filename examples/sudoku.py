@@ -4,8 +4,8 @@ python examples/sudoku.py           writes sudoku.json, .md, .safetensors (ten m
 python examples/sudoku.py --quick   4 × 4 boards, seconds on a CPU
 
 The state z has features of every (row, column, digit). One small cell is iterated to a fixed point
-z = f(z, puzzle). Its relative residual ‖f(z) − z‖/‖f(z)‖ is the halting rule: harder puzzles take
-more steps, and the answer of a state that never stands still is not to be trusted.
+z = f(z, puzzle). It stops when the relative residual ‖f(z) − z‖/‖f(z)‖ is small: harder puzzles
+take more steps. Do not trust the answer of a state that never stands still.
 """
 
 from __future__ import annotations
