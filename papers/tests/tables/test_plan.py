@@ -131,6 +131,21 @@ def test_the_recipe_with_randaugment_is_ours_but_for_augmentation_length_and_ima
     assert (other.config.epochs, other.config.validation) == (120, 0.0)
 
 
+@pytest.mark.parametrize("recipe", ["ours", "randaugment", "printed"])
+def test_a_row_of_a_study_is_what_it_says_by_every_recipe(recipe: str) -> None:
+    """Its own change counts, and images are held out for its column of them."""
+    said = {
+        "rate 0.4": ("lr", 0.4),
+        "no label smoothing (0.1)": ("label_smoothing", 0.0),
+        "cutmix for cutout": ("augment", ("crop", "flip", "cutmix")),
+        "GEQ stack 3M": ("validation", 0.1),
+    }
+    for row, (option, value) in said.items():
+        (one,) = plan(describe("ours-stack").cells_of((row,)), Choices(recipe=recipe))
+        assert getattr(one.config, option) == value, row
+        assert one.config.validation == 0.1
+
+
 @settings(deadline=None, max_examples=20)
 @given(epochs=st.integers(1, 400))
 def test_any_number_of_epochs_can_be_asked_for(epochs: int) -> None:
