@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from equilibria import models
+from equilibria import data, models
 from equilibria.models.registry import find
 from equilibria_papers.tables import Choices, Experiment, Job, describe, names, plan
 from equilibria_papers.tables.measures import MEASURES
@@ -164,6 +164,16 @@ def test_every_job_has_a_configuration(tmp_path: Path, smoke: bool) -> None:
             assert one.folder.parent == Path("runs/reproduce")
             assert (one.config.data == "digits") == (smoke or one.job.data == "digits")
             assert smoke or keys.setdefault(one.key, one.job.name) == one.job.name
+
+
+def test_hours_are_of_the_images_that_are_trained_on() -> None:
+    """Without those held out and, in GEQ Table 3 and KerDEQ Table 3, without unseen classes."""
+    learned = {"all": 1.0, "superclass": 4 / 5, "first half": 1 / 2}
+    for job in _jobs():
+        if job.trained and job.data in data.names():
+            whole = data.describe(job.data).counts["train"]
+            images = whole * (1 - job.recipe["validation"]) * learned[job.classes]
+            assert job.images == pytest.approx(images, rel=0.01), job.name
 
 
 def test_cifar_holds_out_five_thousand() -> None:
