@@ -46,9 +46,6 @@ class Published:
         spread = None if found["spread"] is None else float(found["spread"])
         return cls(text.strip(), float(found["value"]), spread, found["sign"])
 
-    def __str__(self) -> str:
-        return self.text
-
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
