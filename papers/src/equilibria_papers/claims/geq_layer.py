@@ -30,7 +30,7 @@ def unit(g: Random, *shape: int) -> Tensor:
     return made / length
 
 
-def _iterate(step: Callable[[Tensor], Tensor], z: Tensor, limit: int) -> Tensor:
+def iterate(step: Callable[[Tensor], Tensor], z: Tensor, limit: int) -> Tensor:
     for i in range(limit):
         moved = step(z)
         if i % 16 == 15:
@@ -51,7 +51,7 @@ def geq(W: Tensor, c: Tensor, gamma: float, limit: int = 4000) -> Tensor:
         push = torch.exp(-gamma * r.square().sum(-1, keepdim=True)) * r @ W
         return ((1.0 - tau) * z + tau * push).clamp_min(0.0)
 
-    return _iterate(step, c.new_zeros(*c.shape[:-1], W.shape[1]), limit)
+    return iterate(step, c.new_zeros(*c.shape[:-1], W.shape[1]), limit)
 
 
 def opteq(W: Tensor, c: Tensor, limit: int = 20_000) -> Tensor:
@@ -62,7 +62,7 @@ def opteq(W: Tensor, c: Tensor, limit: int = 20_000) -> Tensor:
     def step(z: Tensor) -> Tensor:
         return ((1.0 - tau) * z + tau * (z @ gram + c)).clamp_min(0.0)
 
-    return _iterate(step, torch.zeros_like(c), limit)
+    return iterate(step, torch.zeros_like(c), limit)
 
 
 def scalar_geq(w: float, c: float, gamma: float) -> float:
