@@ -300,8 +300,8 @@ class _Work:
             if experiment.picture:
                 result = draw(result, choices.out)
             jobs = {cell.job.name: cell.job for cell in cells if cell.job is not None}
-            first = {name: plan_of(job, choices)[0] for name, job in jobs.items()}
-            folders = [(name, self.planned[run.key].folder) for name, run in first.items()]
+            first = [(name, plan_of(job, choices)[0].key) for name, job in jobs.items()]
+            folders = [(name, self.planned[key].folder) for name, key in first]
             result = copy_pictures(result, folders, choices.out)
             result.save(choices.out)
         return result

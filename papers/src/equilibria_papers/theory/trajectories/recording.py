@@ -172,15 +172,12 @@ class _Recording:
 
     def step(self, point: Point, state: Any) -> tuple[Leaves, Any]:
         self.scales.append(sample_norm(without_graph(point.f)))
-        following: tuple[Leaves, Any] = super().step(point, state)  # type: ignore[misc]
-        return following
+        return super().step(point, state)  # type: ignore[misc, no-any-return]
 
     def fallback(self, point: Point, state: Any) -> tuple[Leaves, Tensor, Tensor] | None:
         # Asked at the last evaluation, after which no step follows.
         self.scales.append(sample_norm(without_graph(point.f)))
-        kept: tuple[Leaves, Tensor, Tensor] | None
-        kept = super().fallback(point, state)  # type: ignore[misc]
-        return kept
+        return super().fallback(point, state)  # type: ignore[misc, no-any-return]
 
     def for_map(self) -> Solver:
         made: Solver = _recording(super().for_map(), self.scales)  # type: ignore[misc]
