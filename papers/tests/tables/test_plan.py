@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from equilibria import models
+from equilibria.nn import equilibrium_layers
 from equilibria_papers.tables import Cell, Choices, cells_asked, describe, plan
 from equilibria_papers.tables.plan import Planned, plan_of
 
@@ -230,6 +231,21 @@ def test_a_model_with_new_defaults_is_trained_again(monkeypatch: pytest.MonkeyPa
     then = [plan([cell], Choices(overrides={"epochs": 10}))[0].key for cell in cells]
     assert then[1] == "a3c9bd2792"  # four steps of the certificate's size
     assert not set(now) & set(then)
+
+
+@pytest.mark.parametrize("name", ["ours-ablation", "ours-kernels"])
+def test_rows_that_say_a_number_of_steps_take_it(name: str) -> None:
+    numbers = {"one step": 1, "two steps": 2, "four steps": 4, "eight steps": 8}
+    found = {}
+    for cell in describe(name).cells:
+        for words, steps in numbers.items():
+            if words in cell.row and cell.job is not None:
+                tiny = {k: v for k, v in cell.job.smoke.items() if k != "image_size"}
+                model = models.create(cell.job.model, 10, **{**cell.job.options, **tiny})
+                layer = next(iter(equilibrium_layers(model).values()))
+                found[words] = (layer.solver.max_steps, steps)
+    assert len(found) == 4
+    assert all(taken == said for taken, said in found.values()), found
 
 
 @pytest.mark.parametrize(("size", "name"), [("5M", "5m"), ("8M", "8m")])
