@@ -78,6 +78,11 @@ class KernelProbe:
         self.start: list[Tensor] = []
         """θ_0, on the CPU."""
 
+    @property
+    def bounds(self) -> bool:
+        """Whether λ_min of the kernel that is computed bounds the PL* ratio."""
+        return bool(self.options["outputs"] == "all")
+
     def measure(self, model: nn.Module) -> dict[str, float]:
         """λ_min, λ_max, drift, distance from the start and, with targets, loss and PL* ratio."""
         chosen = list(select_parameters(model, self.parameters).values())
@@ -126,7 +131,7 @@ class KernelProbe:
             return squared / (2 * value) if value > 0 else math.nan
 
         row = {"loss": value, "gradient_squared": slope, "pl_ratio": over_loss(slope)}
-        if self.options["outputs"] == "all":  # λ_min of another kernel bounds nothing
+        if self.bounds:
             row["pl_bound"] = over_loss(low * float(at_outputs.square().sum()))
         if targets.ndim == 1 or (targets.ndim == 2 and targets.is_floating_point()):
             row["alignment"] = label_alignment(kernel, targets)

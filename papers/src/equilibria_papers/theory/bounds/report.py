@@ -85,6 +85,11 @@ class Report:
         """(name, text) of the few numbers to compare layers by; overridden by each report."""
         return []
 
+    @property
+    def checked(self) -> bool:
+        """Whether every premise was checked and holds."""
+        return all(a.holds is True for a in self.assumptions)
+
     def to_dict(self) -> dict[str, Any]:
         """Every field in types that JSON has."""
         return {"title": self.TITLE, **dataclasses.asdict(self)}
