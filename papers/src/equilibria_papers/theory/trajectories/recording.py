@@ -204,9 +204,8 @@ def _unstoppable(solver: SolverOptions, steps: int) -> SolverOptions:
     """The same iteration, run for exactly ``steps`` evaluations whatever happens."""
     inner = getattr(solver, "inner", None)
     if isinstance(inner, SolverOptions):  # a wrapper such as BestIterate
-        kind: Any = type(solver)
-        wrapped: SolverOptions = kind(_unstoppable(inner, steps))
-        return wrapped
+        wrapper: Any = type(solver)
+        return wrapper(_unstoppable(inner, steps))  # type: ignore[no-any-return]
     return dataclasses.replace(
         solver,
         rtol=0.0 if solver.fixed_steps else _NEVER,
