@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -174,6 +175,17 @@ def test_hours_are_of_the_images_that_are_trained_on() -> None:
             whole = data.describe(job.data).counts["train"]
             images = whole * (1 - job.recipe["validation"]) * learned[job.classes]
             assert job.images == pytest.approx(images, rel=0.01), job.name
+
+
+def test_rates_at_224_pixels_are_near_those_measured() -> None:
+    """Table 9 of OptEq, alone on an H200."""
+    file = Path(__file__).parents[3] / "results/reproduce/opteq-table9.json"
+    cells = json.loads(file.read_text(encoding="utf-8"))["cells"]
+    found = {cell["row"]: cell["mean"] for cell in cells}
+    jobs = {job.name: job for job in _jobs()}
+    resnet, mdeq = jobs["imagenet-resnet50_imagenet"], jobs["imagenet-100-mdeq_cifar-coarse"]
+    assert resnet.rate == pytest.approx(found["ResNet-50"], rel=0.01)
+    assert 0.75 * found["MDEQ"] < mdeq.rate < found["MDEQ"]  # of 256 pixels
 
 
 def test_cifar_holds_out_five_thousand() -> None:
