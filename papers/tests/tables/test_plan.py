@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from equilibria import models
+from equilibria.nn import equilibrium_layers
 from equilibria_papers.tables import Cell, Choices, cells_asked, describe, plan
 from equilibria_papers.tables.plan import Planned, plan_of
 
@@ -131,6 +132,21 @@ def test_the_recipe_with_randaugment_is_ours_but_for_augmentation_length_and_ima
     assert (other.config.epochs, other.config.validation) == (120, 0.0)
 
 
+@pytest.mark.parametrize("recipe", ["ours", "randaugment", "printed"])
+def test_a_row_of_a_study_is_what_it_says_by_every_recipe(recipe: str) -> None:
+    """Its own change counts, and images are held out for its column of them."""
+    said = {
+        "rate 0.4": ("lr", 0.4),
+        "no label smoothing (0.1)": ("label_smoothing", 0.0),
+        "cutmix for cutout": ("augment", ("crop", "flip", "cutmix")),
+        "GEQ stack 3M": ("validation", 0.1),
+    }
+    for row, (option, value) in said.items():
+        (one,) = plan(describe("ours-stack").cells_of((row,)), Choices(recipe=recipe))
+        assert getattr(one.config, option) == value, row
+        assert one.config.validation == 0.1
+
+
 @settings(deadline=None, max_examples=20)
 @given(epochs=st.integers(1, 400))
 def test_any_number_of_epochs_can_be_asked_for(epochs: int) -> None:
@@ -168,8 +184,8 @@ def test_recipes_are_those_of_the_papers_where_it_matters() -> None:
         ({"parallel": 1.5}, "expected an integer"),
         ({"overrides": {"model": "x"}}, "the table decides"),
         ({"overrides": {"lrr": 1}}, "Did you mean 'lr'"),
-        ({"overrides": {"epochs": 0}}, "at least 1"),
-        ({"overrides": {"epochs": 1.5}}, "whole number"),
+        ({"overrides": {"epochs": 0}}, r"epochs=0\) is out of range"),
+        ({"overrides": {"epochs": 1.5}}, r"epochs=1.5\): expected an integer"),
         ({"gather": True, "minutes": 9.0}, r"gather=True, .*minutes=9.0.*leave them out"),
         ({"gather": True, "parallel": 4}, r"gather=True, .*parallel=4.*leave them out"),
     ],
@@ -215,6 +231,21 @@ def test_a_model_with_new_defaults_is_trained_again(monkeypatch: pytest.MonkeyPa
     then = [plan([cell], Choices(overrides={"epochs": 10}))[0].key for cell in cells]
     assert then[1] == "a3c9bd2792"  # four steps of the certificate's size
     assert not set(now) & set(then)
+
+
+@pytest.mark.parametrize("name", ["ours-ablation", "ours-kernels"])
+def test_rows_that_say_a_number_of_steps_take_it(name: str) -> None:
+    numbers = {"one step": 1, "two steps": 2, "four steps": 4, "eight steps": 8}
+    found = {}
+    for cell in describe(name).cells:
+        for words, steps in numbers.items():
+            if words in cell.row and cell.job is not None:
+                tiny = {k: v for k, v in cell.job.smoke.items() if k != "image_size"}
+                model = models.create(cell.job.model, 10, **{**cell.job.options, **tiny})
+                layer = next(iter(equilibrium_layers(model).values()))
+                found[words] = (layer.solver.max_steps, steps)
+    assert len(found) == 4
+    assert all(taken == said for taken, said in found.values()), found
 
 
 @pytest.mark.parametrize(("size", "name"), [("5M", "5m"), ("8M", "8m")])

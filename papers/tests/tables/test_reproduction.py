@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
-from equilibria import models
+from equilibria import data, models
 from equilibria.models.registry import find
 from equilibria_papers.tables import Choices, Experiment, Job, describe, names, plan
 from equilibria_papers.tables.measures import MEASURES
@@ -164,6 +165,27 @@ def test_every_job_has_a_configuration(tmp_path: Path, smoke: bool) -> None:
             assert one.folder.parent == Path("runs/reproduce")
             assert (one.config.data == "digits") == (smoke or one.job.data == "digits")
             assert smoke or keys.setdefault(one.key, one.job.name) == one.job.name
+
+
+def test_hours_are_of_the_images_that_are_trained_on() -> None:
+    """Without those held out and, in GEQ Table 3 and KerDEQ Table 3, without unseen classes."""
+    learned = {"all": 1.0, "superclass": 4 / 5, "first half": 1 / 2}
+    for job in _jobs():
+        if job.trained and job.data in data.names():
+            whole = data.describe(job.data).counts["train"]
+            images = whole * (1 - job.recipe["validation"]) * learned[job.classes]
+            assert job.images == pytest.approx(images, rel=0.01), job.name
+
+
+def test_rates_at_224_pixels_are_near_those_measured() -> None:
+    """Table 9 of OptEq, alone on an H200."""
+    file = Path(__file__).parents[3] / "results/reproduce/opteq-table9.json"
+    cells = json.loads(file.read_text(encoding="utf-8"))["cells"]
+    found = {cell["row"]: cell["mean"] for cell in cells}
+    jobs = {job.name: job for job in _jobs()}
+    resnet, mdeq = jobs["imagenet-resnet50_imagenet"], jobs["imagenet-100-mdeq_cifar-coarse"]
+    assert resnet.rate == pytest.approx(found["ResNet-50"], rel=0.01)
+    assert 0.75 * found["MDEQ"] < mdeq.rate < found["MDEQ"]  # of 256 pixels
 
 
 def test_cifar_holds_out_five_thousand() -> None:

@@ -239,6 +239,8 @@ def test_listing_reads_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         return found.status, len(found.longest)
 
     assert state() == ("not run", 0)
+    reproduce(tiny.table(), tiny.choices(tmp_path, smoke=True, overrides={"epochs": 1}))
+    assert state() == ("smoke only", 0)
     reproduce(tiny.table(), tiny.choices(tmp_path, smoke=True))
     assert state() == ("smoke only", 0)
     assert not read_log(out)  # a smoke test is no line of the log

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -173,9 +174,7 @@ class _Count:
     """What is counted while the trials of one reading run."""
 
     tolerance: float
-    counts: dict[Source, int] = field(
-        default_factory=lambda: {"random": 0, "adversarial": 0, "climb": 0}
-    )
+    counts: Counter[Source] = field(default_factory=Counter)
     vacuous: int = 0
     violations: int = 0
     worst: Worst | None = None

@@ -15,19 +15,13 @@ from equilibria_papers.theory.bounds.margin import Sizes, geq_change, opteq_chan
 from equilibria_papers.theory.bounds.report import remark1_ratios
 
 from .claim import Trial
-from .geq_layer import geq, opteq, scalar_beta, scalar_geq
+from .geq_layer import geq, iterate, opteq, scalar_beta, scalar_geq
 from .numerics import Random, climb, exponential, logistic, ones, spectral
 
 
 def _general(W: Tensor, c: Tensor) -> Tensor:
     """z = σ(Wz + c) for any ‖W‖ < 1, by plain iteration. [n]."""
-    z = torch.zeros_like(c)
-    for _ in range(3000):
-        moved = (W @ z + c).clamp_min(0.0)
-        if float((moved - z).abs().max()) < 1e-15:
-            return moved
-        z = moved
-    return z
+    return iterate(lambda z: (W @ z + c).clamp_min(0.0), torch.zeros_like(c), 3000)
 
 
 def _lemma1(g: Random) -> Trial:

@@ -100,7 +100,6 @@ class Activation:
     slope: Callable[[Tensor], Tensor]
     integral: Callable[[Tensor], Tensor]
     expansion: float = 1.0
-    smooth: bool = False
 
 
 def _relu(t: Tensor) -> Tensor:
@@ -125,7 +124,7 @@ def _soft(t: Tensor) -> Tensor:
 
 
 _ALL = (
-    Activation("identity", lambda t: t, torch.ones_like, lambda t: 0.5 * t * t, smooth=True),
+    Activation("identity", lambda t: t, torch.ones_like, lambda t: 0.5 * t * t),
     Activation("relu", _relu, _step, lambda t: 0.5 * _relu(t) ** 2),
     Activation(
         "clipped relu",
@@ -137,14 +136,13 @@ _ALL = (
         "soft threshold", _soft, lambda t: (t.abs() > 0.3).double(), lambda t: 0.5 * _soft(t) ** 2
     ),
     Activation("leaky relu", lambda t: t * _leak(t), _leak, lambda t: 0.5 * t * t * _leak(t)),
-    Activation("tanh", torch.tanh, lambda t: 1.0 - torch.tanh(t) ** 2, _log_cosh, smooth=True),
+    Activation("tanh", torch.tanh, lambda t: 1.0 - torch.tanh(t) ** 2, _log_cosh),
     Activation(
         "sigmoid",
         torch.sigmoid,
         lambda t: torch.sigmoid(t) * torch.sigmoid(-t),
         lambda t: torch.logaddexp(t, torch.zeros_like(t)) - math.log(2.0),
         expansion=0.25,
-        smooth=True,
     ),
 )
 ACTIVATIONS = {each.name: each for each in _ALL}

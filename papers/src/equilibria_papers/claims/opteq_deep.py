@@ -9,6 +9,7 @@ import cmath
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -29,30 +30,27 @@ class Deep:
     layers: tuple[Layer, ...]
     alpha: float
 
-    def part(self, number: int, z: Tensor) -> Tensor:
-        return self.alpha * self.layers[number](z) + (1.0 - self.alpha) * z
+    def states(self, z: Tensor) -> list[Tensor]:
+        """z and what each layer makes of the one before it: z_0, …, z_L."""
+        found = [z]
+        for layer in self.layers:
+            found.append(self.alpha * layer(found[-1]) + (1.0 - self.alpha) * found[-1])
+        return found
 
     def __call__(self, z: Tensor) -> Tensor:
-        for number in range(len(self.layers)):
-            z = self.part(number, z)
-        return z
+        return self.states(z)[-1]
 
     def slope(self, z: Tensor) -> Tensor:
         eye = identity(len(z))
         whole = eye
-        for number, layer in enumerate(self.layers):
-            whole = (self.alpha * layer.slope(z) + (1.0 - self.alpha) * eye) @ whole
-            z = self.part(number, z)
+        for layer, before in zip(self.layers, self.states(z)[:-1], strict=True):
+            whole = (self.alpha * layer.slope(before) + (1.0 - self.alpha) * eye) @ whole
         return whole
 
     def blocks(self) -> Tensor:
         """z̃ = (z_1, …, z_{L−1}, z_0) [L, m] at the equilibrium z_0."""
         zero = solve(self, self.slope, zeros(self.layers[0].m))
-        found, z = [], zero
-        for number in range(len(self.layers) - 1):
-            z = self.part(number, z)
-            found.append(z)
-        return torch.stack([*found, zero])
+        return torch.stack([*self.states(zero)[1:-1], zero])
 
     def case(self) -> dict[str, object]:
         return {
@@ -217,14 +215,13 @@ def _theorem3_random(draw: Random) -> Trial | None:
 def _theorem3_adversarial(draw: Random) -> Iterator[Trial | None]:
     """One-dimensional layers with far apart wishes, ‖W_l‖ to 0.99, α down to 1e-6."""
     relu = ACTIVATIONS["relu"]
-    for alpha in (1e-2, 1e-3, 1e-4, 1e-5, 1e-6):
-        for size in (0.3, 0.9, 0.99):
-            for count in (2, 3, 6):
-                layers = [
-                    Layer(tensor([[size * (-1.0) ** k]]), tensor([draw.uniform(1.0, 10.0)]), relu)
-                    for k in range(count)
-                ]
-                yield _theorem3(Deep(tuple(layers), alpha))
+    alphas = (1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
+    for alpha, size, count in product(alphas, (0.3, 0.9, 0.99), (2, 3, 6)):
+        layers = [
+            Layer(tensor([[size * (-1.0) ** k]]), tensor([draw.uniform(1.0, 10.0)]), relu)
+            for k in range(count)
+        ]
+        yield _theorem3(Deep(tuple(layers), alpha))
 
 
 def _contraction(draw: Random) -> Trial:

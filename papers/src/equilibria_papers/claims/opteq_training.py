@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -109,11 +110,10 @@ def _sam(draw: Random, *, printed: bool) -> Trial:
 def _sam_families(draw: Random, *, printed: bool) -> Iterator[Trial]:
     """The point of least norm, steep and flat directions, several exponents."""
     eye = identity(2)
-    for h in (eye, torch.diag(tensor([1.0, 0.3]))):
-        for a in ([1.0, -2.0], [-1.0, -1.0], [0.5, 0.5]):
-            for rho, c in ((0.3, 0.3), (0.2, 0.35), (0.4, 0.25)):
-                problem = _Selection(eye, h, tensor(a))
-                yield _follow(problem, draw.normal(2), rho, c, printed=printed)
+    steep = (eye, torch.diag(tensor([1.0, 0.3])))
+    points = ([1.0, -2.0], [-1.0, -1.0], [0.5, 0.5])
+    for h, a, (rho, c) in product(steep, points, ((0.3, 0.3), (0.2, 0.35), (0.4, 0.25))):
+        yield _follow(_Selection(eye, h, tensor(a)), draw.normal(2), rho, c, printed=printed)
 
 
 def _smooth(t: Tensor) -> Tensor:
@@ -127,20 +127,18 @@ def _training(draw: Random) -> Trial:
     x = draw.normal(samples, d)
     x = x / torch.linalg.vector_norm(x, dim=1, keepdim=True)
     y = draw.normal(samples, 1)
-    parameters = []
-    for _ in range(2):
-        parameters.append(draw.weights(n, m, 0.7))
-        parameters.append(draw.normal(n, d) / math.sqrt(d))
-    parameters.append(draw.normal(1, m) * 2.0)
+    pairs = [(draw.weights(n, m, 0.7), draw.normal(n, d) / math.sqrt(d)) for _ in range(2)]
+    head = draw.normal(1, m) * 2.0
+    parameters = [*pairs[0], *pairs[1], head]
     for parameter in parameters:
         parameter.requires_grad_(True)
 
     def predict() -> Tensor:
         z = zeros(samples, m)
         for _ in range(12):
-            for w, u in (parameters[0:2], parameters[2:4]):
+            for w, u in pairs:
                 z = 0.8 * _smooth(z @ w.mT + x @ u.mT) @ w + 0.2 * z
-        return z @ parameters[4].mT
+        return z @ head.mT
 
     rows = []
     out = predict()

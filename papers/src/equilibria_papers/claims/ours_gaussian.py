@@ -101,12 +101,15 @@ class GaussLayer:
         e = torch.exp(-self.gamma * h.square().sum(1, keepdim=True))
         return torch.einsum("pkn,pk->n", self.a, e * h)
 
-    def hessian(self, z: Tensor) -> Tensor:
+    def inner_hessian(self, z: Tensor) -> Tensor:
+        """e^{−sᵢ}(I − 2γhᵢhᵢᵀ) of each patch, [P, k, k]."""
         h = self.features - self.a @ z
         e = torch.exp(-self.gamma * h.square().sum(1))
         eye = identity(h.shape[1])
-        inner = e[:, None, None] * (eye - 2.0 * self.gamma * h[:, :, None] * h[:, None, :])
-        return (self.a.mT @ inner @ self.a).sum(0)
+        return e[:, None, None] * (eye - 2.0 * self.gamma * h[:, :, None] * h[:, None, :])
+
+    def hessian(self, z: Tensor) -> Tensor:
+        return (self.a.mT @ self.inner_hessian(z) @ self.a).sum(0)
 
     def __call__(self, z: Tensor) -> Tensor:
         return self.sigma.value(self.force(z))

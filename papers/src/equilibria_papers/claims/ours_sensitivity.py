@@ -118,14 +118,11 @@ def _sharp(draw: Random) -> Trial:
     """n = 1, two patches at s = 0 and s = 3/2, the best split of ρ ≤ μ: Λ(μ) over what is met."""
     mu, gamma = draw.uniform(0.05, 1.45), 10.0 ** draw.uniform(-1.0, 1.0)
     angle = torch.linspace(0.0, math.pi / 2.0, 20001, dtype=torch.float64)
-    best, rho, theta = 0.0, mu, 0.0
-    for size in mu * torch.linspace(0.02, 1.0, 50, dtype=torch.float64):
-        cos2, sin2 = angle.cos().square(), angle.sin().square()
-        found = size * (cos2 + B**2 * sin2).sqrt() / (1.0 + size**2 * (cos2 - B * sin2))
-        at = int(found.argmax())
-        if float(found[at]) > best:
-            best, rho, theta = float(found[at]), float(size), float(angle[at])
-    a = rho * tensor([math.cos(theta), math.sin(theta)])
+    sizes = mu * torch.linspace(0.02, 1.0, 50, dtype=torch.float64)[:, None]
+    cos2, sin2 = angle.cos().square(), angle.sin().square()
+    found = sizes * (cos2 + B**2 * sin2).sqrt() / (1.0 + sizes**2 * (cos2 - B * sin2))
+    row, column = divmod(int(found.argmax()), len(angle))
+    a = sizes[row] * torch.stack([angle[column].cos(), angle[column].sin()])
     h = tensor([0.0, math.sqrt(1.5 / gamma)])
     star = float((a * torch.exp(-gamma * h * h) * h).sum())
     c = h + a * star
@@ -178,18 +175,20 @@ def _any_rule(draw: Random, *, rule: Rule, kind: str) -> Iterator[Trial | None]:
     yield from _search_inputs(draw, rule=rule, kind=kind)
 
 
-@torch.no_grad()
-def _local(draw: Random) -> Trial:
-    """dz*/dc by the implicit function theorem against certify's lipschitz_local, γ held fixed."""
-    layer = draw_gauss(draw, 0.05, 1.45, flat=True)
-    star = layer.equilibrium()
-    h = layer.features[0] - layer.a[0] @ star
-    s = layer.gamma * float(h @ h)
-    eye = identity(len(h))
-    block = math.exp(-s) * (eye - 2.0 * layer.gamma * torch.outer(h, h))
+def _response(layer: GaussLayer, star: Tensor) -> tuple[Tensor, Tensor]:
+    """dz*/dc̃ [n, P·k] by the implicit function theorem, and the messages' slope [P·k, P·k]."""
+    block = torch.block_diag(*layer.inner_hessian(star))
     slope = layer.sigma.slope(layer.force(star))[:, None]
     whole = identity(len(star)) - layer.slope(star)
-    moved = spectral(torch.linalg.solve(whole, slope * (layer.a[0].mT @ block)))
+    return torch.linalg.solve(whole, slope * (layer.a.flatten(0, 1).mT @ block)), block
+
+
+@torch.no_grad()
+def _local(draw: Random) -> Trial:
+    """dz*/dc against certify's lipschitz_local, γ held fixed."""
+    layer = draw_gauss(draw, 0.05, 1.45, flat=True)
+    star = layer.equilibrium()
+    moved = spectral(_response(layer, star)[0])
     found = certify(layer.problem(), z=layer.state(star))
     assert found.lipschitz_local is not None
     local = float(found.lipschitz_local[0])
@@ -199,16 +198,9 @@ def _local(draw: Random) -> Trial:
 
 
 def _value_hessian(layer: GaussLayer) -> Tensor:
-    """∇²φ(c̃), φ(c̃) = min_z G, by the implicit function theorem: ∇φ = (e^{−sᵢ}hᵢ)ᵢ at z*."""
-    star = layer.equilibrium()
-    h = layer.features - layer.a @ star
-    e = torch.exp(-layer.gamma * h.square().sum(1))
-    eye = identity(h.shape[1])
-    blocks = e[:, None, None] * (eye - 2.0 * layer.gamma * h[:, :, None] * h[:, None, :])
-    block, a = torch.block_diag(*blocks), layer.a.flatten(0, 1)
-    slope = layer.sigma.slope(layer.force(star))[:, None]
-    whole = identity(len(star)) - layer.slope(star)
-    moved = torch.linalg.solve(whole, slope * (a.mT @ block))
+    """∇²φ(c̃), φ(c̃) = min_z G: ∇φ = (e^{−sᵢ}hᵢ)ᵢ at z*."""
+    moved, block = _response(layer, layer.equilibrium())
+    a = layer.a.flatten(0, 1)
     hessian: Tensor = block @ (identity(len(a)) - a @ moved)
     return hessian
 

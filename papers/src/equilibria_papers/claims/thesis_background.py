@@ -269,14 +269,12 @@ def _globally(draw: Random) -> Trial | None:
     mu = 2 * ((1 - eps) * float(torch.linalg.svdvals(M)[-1])) ** 2
     if mu < 1e-3:
         return None
-    first = theta
-    rest = M @ theta + eps * torch.sin(M @ theta) - y
+    first, t = theta, M @ theta
+    rest = t + eps * torch.sin(t) - y
     start = 0.5 * float(rest @ rest)
     beta = spectral(M) ** 2 * ((1 + eps) ** 2 + eps * norm(rest))
     worst = 0.0
     for k in range(1, 60):
-        t = M @ theta
-        rest = t + eps * torch.sin(t) - y
         theta = theta - M.T @ ((1 + eps * torch.cos(t)) * rest) / beta
         t = M @ theta
         rest = t + eps * torch.sin(t) - y

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -262,16 +263,14 @@ def _contraction(draw: Random) -> Trial:
 
 def _contractive(draw: Random, closed: bool) -> Iterator[Trial]:
     """At α = 2m/L², or just below it: ‖T_α‖ must lie below 1 itself, not only at most at 1."""
-    for t in (0.5, 1.0, 3.0):
-        # W = I − mI + skew of size t: I − W has all singular values √(m² + t²).
-        for m in (0.3, 1.0):
-            skew = tensor([[0.0, t], [-t, 0.0]])
-            eye = identity(2)
-            W = (1 - m) * eye + skew
-            alpha = 2 * m / (m * m + t * t) * (1.0 if closed else 1 - 1e-4)
-            size = spectral(eye - alpha * (eye - W))
-            ratio = size if size < 1 - 1e-9 else 1.0 + 1e-3
-            yield Trial(ratio, {"W": W.tolist(), "m": m, "alpha": alpha, "norm": size})
+    eye = identity(2)
+    # W = I − mI + skew of size t: I − W has all singular values √(m² + t²).
+    for t, m in product((0.5, 1.0, 3.0), (0.3, 1.0)):
+        W = (1 - m) * eye + tensor([[0.0, t], [-t, 0.0]])
+        alpha = 2 * m / (m * m + t * t) * (1.0 if closed else 1 - 1e-4)
+        size = spectral(eye - alpha * (eye - W))
+        ratio = size if size < 1 - 1e-9 else 1.0 + 1e-3
+        yield Trial(ratio, {"W": W.tolist(), "m": m, "alpha": alpha, "norm": size})
 
 
 def _contractive_random(draw: Random, closed: bool) -> Trial:
@@ -386,13 +385,10 @@ def _change(draw: Random, *, measure: Measure) -> Trial | None:
 def _change_family(draw: Random, *, measure: Measure) -> Iterator[Trial | None]:
     """n = d = N = 1: z = Ux/(m + a²), so small a comes near to the bound."""
     one = ones(1, 1)
-    for m in (0.05, 1.0):
-        for a in (1.0, 0.1, 0.01):
-            pair = []
-            for value in (0.0, a * math.sqrt(m)):
-                model = ThesisModel(A=value * one, B=0 * one, U=one, u=one[0], m=m)
-                pair.append(case_of(model, one))
-            yield measure(*pair)
+    for m, a in product((0.05, 1.0), (1.0, 0.1, 0.01)):
+        ends = (0.0, a * math.sqrt(m))
+        models = [ThesisModel(A=end * one, B=0 * one, U=one, u=one[0], m=m) for end in ends]
+        yield measure(*(case_of(model, one) for model in models))
 
 
 def _weight_change(draw: Random) -> Trial | None:

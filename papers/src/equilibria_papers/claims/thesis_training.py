@@ -221,28 +221,35 @@ def _progress(draw: Random, *, which: str, restored: bool) -> Trial | None:
     return Trial(left / right, case.sizes() | {"step": step})
 
 
+def _path(draw: Random, case: Case, given: Ingredients, step: float) -> Iterator[Case]:
+    """Up to eleven steps of descent, to the first at which the loss has not kept its rate."""
+    then, start = case, 0.5 * given.misfit**2
+    for k in range(1, draw.integer(2, 12)):
+        then = _after(then, step)
+        yield then
+        loss, _ = square_loss(then.model, then.found, case.y)
+        if loss > (1 - step * given.lambda0**2 / 4) ** k * start:
+            break  # hypothesis 3 ends here
+
+
 def _stay(draw: Random, *, frobenius: bool) -> Trial | None:
     """Proposition 5 along a run: norms, and ‖W(k+1) − W(0)‖, where hypotheses 1 and 3 hold."""
     made = _one_step(draw, near=True)
     if made is None:
         return None
     case, given, radii, step = made
-    worst, then, factor = 0.0, case, 1 - step * given.lambda0**2 / 4
-    start = 0.5 * given.misfit**2
-    for k in range(1, draw.integer(2, 12)):
-        then = _after(then, step)
-        size = norm if frobenius else spectral
+    a, U, u = _bars(given, radii)
+    drift = 16 * (3 * a * a + 2) * U * u / (given.lambda0 * given.m) ** 2
+    size = norm if frobenius else spectral
+    worst = 0.0
+    for then in _path(draw, case, given, step):
         for name in ("A", "B", "U"):
             bound = getattr(given, f"norm_{name}") + getattr(radii, name)
             worst = max(worst, size(getattr(then.model, name)) / bound)
         worst = max(worst, norm(then.model.u) / (given.norm_u + radii.u))
-        a, U, u = _bars(given, radii)
-        drift = 16 * (3 * a * a + 2) * U * u / (given.lambda0 * given.m) ** 2
         moved = norm(then.model.W - case.model.W)
         if moved > 1e-9 * norm(case.model.W):
             worst = max(worst, moved / (given.norm_X * given.misfit * drift))
-        if square_loss(then.model, then.found, case.y)[0] > factor**k * start:
-            break  # hypothesis 3 ends here
     return Trial(worst, case.sizes() | {"step": step})
 
 
@@ -255,15 +262,9 @@ def _features_stay(draw: Random, *, restored: bool) -> Trial | None:
     rows = check_condition("2'" if restored else "2", given, radii).inequalities
     if any(row.slack < 1 for row in rows if not row.name.startswith("(3.18")):
         return None
-    then, worst = case, 0.0
-    for k in range(1, draw.integer(2, 12)):
-        then = _after(then, step)
-        least = float(torch.linalg.svdvals(then.found.Z)[-1])
-        worst = max(worst, given.lambda0 / 2 / max(least, 1e-300))
-        loss, _ = square_loss(then.model, then.found, case.y)
-        if loss > (1 - step * given.lambda0**2 / 4) ** k * 0.5 * given.misfit**2:
-            break
-    return Trial(worst, case.sizes() | {"step": step})
+    path = _path(draw, case, given, step)
+    least = min(float(torch.linalg.svdvals(then.found.Z)[-1]) for then in path)
+    return Trial(given.lambda0 / 2 / max(least, 1e-300), case.sizes() | {"step": step})
 
 
 def _large_steps(draw: Random, *, near: bool) -> Iterator[Trial | None]:

@@ -86,8 +86,7 @@ def bounds(
                 panels = module.demonstration_curves(
                     pair, images=images, draws=draws, margin=margin, seed=seed, told=told
                 )
-    curves = {k: [c.to_dict() for c in v] for k, v in panels.items()}
-    record = {**found.to_dict(), "curves": curves}
+    record = {**found.to_dict(), "curves": panels}
     written: list[Path] = []
     if out is not None:
         with put_in_place(out) as (aside, written):

@@ -46,9 +46,6 @@ class Published:
         spread = None if found["spread"] is None else float(found["spread"])
         return cls(text.strip(), float(found["value"]), spread, found["sign"])
 
-    def __str__(self) -> str:
-        return self.text
-
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
@@ -154,10 +151,7 @@ class Experiment:
     @property
     def jobs(self) -> tuple[Job, ...]:
         """What has to be trained, each once, in the order of the cells."""
-        found: dict[str, Job] = {}
-        for cell in self.cells:
-            if cell.job is not None:
-                found.setdefault(cell.job.name, cell.job)
+        found = {cell.job.name: cell.job for cell in self.cells if cell.job is not None}
         return tuple(found.values())
 
     @property

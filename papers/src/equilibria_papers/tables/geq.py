@@ -13,6 +13,7 @@ from .recipes import cifar, imagenet, one_branch
 TEN_MILLION = {"channels": 336, "mids": [42, 84, 168, 168, 336, 336]}
 # Of these the equilibrium is unique by the bound on W: the certificate checks the trained weights.
 _PROVEN = ("geq_", "mopteq_", "opteq_", "kerdeq_", "deep_opteq_")
+_BOTH = (("CIFAR-10", "cifar10"), ("CIFAR-100", "cifar100"))
 # Rows that are a named network with an option.
 _AFTER: dict[str, Any] = {"tag": "norm-after", "options": {"norm": "after"}}
 _CHANGED = {f"GEQ stack {size}, norm after (ours)": _AFTER for size in ("5M", "8M")}
@@ -66,7 +67,8 @@ def _large_cells() -> list[Cell]:
 
 
 def _superclass(row: str, model: str, known: str, unknown: str) -> list[Cell]:
-    job = cifar(model, "cifar100", tag="superclass", classes="superclass", measures=("superclass",))
+    how: dict[str, Any] = {"classes": "superclass", "measures": ("superclass",), "images": 36_000}
+    job = cifar(model, "cifar100", tag="superclass", **how)
     return cells(
         row,
         job,
@@ -124,14 +126,6 @@ def patch_cells(model: str) -> list[Cell]:
 # KerDEQ, the earlier version of GEQ: Tables 1–3, Figures 2–4.
 
 
-def _kerdeq_cifar() -> list[Cell]:
-    made: list[Cell] = []
-    for row, model, size, ten, hundred in printed("kerdeq-table1"):
-        made += sized(row, "CIFAR-10", cifar(model), size, ten)
-        made += sized(row, "CIFAR-100", cifar(model, "cifar100"), size, hundred)
-    return made
-
-
 def _kerdeq_large() -> list[Cell]:
     made: list[Cell] = []
     for row, model, title, *numbers in printed("kerdeq-table2"):
@@ -185,7 +179,12 @@ CELLS = {
         *_saliency("GEQ", "geq_imagenet_13m"),
     ],
     "geq-figure4": patch_cells("geq_cifar_5m"),
-    "kerdeq-table1": _kerdeq_cifar(),
+    "kerdeq-table1": [
+        cell
+        for row, model, size, *texts in printed("kerdeq-table1")
+        for (title, data), text in zip(_BOTH, texts, strict=True)
+        for cell in sized(row, title, cifar(model, data), size, text)
+    ],
     "kerdeq-table2": _kerdeq_large(),
     "kerdeq-table3": [
         *_known_unknown("OptEq", "mopteq_cifar_5m", "90.56%", "0.38", "1.51"),
@@ -203,7 +202,7 @@ CELLS = {
     "kerdeq-figure3": [
         Cell(row=f"γ = {value:g}", column=f"{title}, accuracy in %", job=_gamma(value, data))
         for value in (0.05, 0.1, 0.25, 0.5, 1.0, 2.0)
-        for title, data in (("CIFAR-10", "cifar10"), ("CIFAR-100", "cifar100"))
+        for title, data in _BOTH
     ],
     "kerdeq-figure4": patch_cells("kerdeq_cifar_5m"),
 }

@@ -324,11 +324,6 @@ def residual(scene: Scene) -> dict[str, float]:
 # Chapter 4 of the thesis: solver paths and loss landscapes.
 
 
-def snapshot_epochs(epochs: int) -> tuple[int, ...]:
-    """The start, one epoch, a quarter, half, the end (Figure 4.3)."""
-    return (0, 1, max(1, epochs // 4), max(1, epochs // 2), epochs)
-
-
 _SAMPLES, _STEPS = 256, 50
 _SPANNED = 32  # samples whose paths span the plane: all 256 would be 13,056 points of 37,632
 _TOLERANCE = 1e-2
@@ -394,7 +389,7 @@ def training_paths(scene: Scene) -> dict[str, float]:
 def _snapshots(folder: Path, end: int) -> list[tuple[int, Path]]:
     """Epoch and weights of each stage. In a short run stages fall together, on the same epoch."""
     files = {int(p.stem.split("_")[1]): p for p in folder.glob("epoch_*.safetensors")}
-    wanted = snapshot_epochs(end)
+    wanted = (0, 1, max(1, end // 4), max(1, end // 2), end)  # of STAGES
     if set(wanted) - set(files):
         held = f"the weights of epochs {sorted(files)} alone" if files else "no weights"
         raise FileNotFoundError(

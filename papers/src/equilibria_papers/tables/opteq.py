@@ -119,7 +119,6 @@ def _imagenet(model: str, tag: str = "", options: Mapping[str, Any] | None = Non
         tag,
         options=options,
         recipe=recipes.OPTEQ_IMAGENET,
-        rate=RATES["imagenet"],
         images=1_255_000,
         stand_in={"data": "cifar10", "image_size": 64, "epochs": 20, "batch_size": 256},
     )

@@ -22,16 +22,6 @@ UNSETTLED = 0.1
 """A relative residual above which a state is not near its equilibrium."""
 
 
-def _states(result: Result) -> list[tuple[str, str, str]]:
-    """(row, column, what is to be said) of the cells of which something is."""
-    states = [
-        (found.cell.row, found.cell.column, _state(found))
-        for found in result.cells
-        if not (result.smoke and found.samples)
-    ]
-    return [one for one in states if one[2] != MEASURED]
-
-
 def _state(found: CellResult) -> str:
     if found.status == MEASURED:
         return MEASURED + (f": {found.cell.note}" if found.cell.note else "")
@@ -116,8 +106,10 @@ def pair(found: CellResult | None) -> str:
 def _remarks(result: Result) -> list[str]:
     """What is to be said of cells: why there is no number, whose data, notes; each once."""
     said: dict[str, list[str]] = {}
-    for row, column, state in _states(result):
-        said.setdefault(state, []).append(f"{row}, {column}")
+    for found in result.cells:
+        state = _state(found)
+        if state != MEASURED and not (result.smoke and found.samples):
+            said.setdefault(state, []).append(f"{found.cell.row}, {found.cell.column}")
     remarks = []
     for state, places in said.items():
         more = len(places) - _NAMED

@@ -33,7 +33,7 @@ RECIPES = ("ours", "randaugment", "printed")
 # What belongs to the plan, not to the recipe.
 _RESERVED = ("model", "data", "data_root", "out", "seed", "accelerator", "devices", "model_options")
 # What may only be checked with the rest of a recipe.
-_TOGETHER = ("schedule", "milestones", "epochs", "compile", "jacobian_weight", "select", "ema")
+_TOGETHER = ("schedule", "milestones", "compile", "jacobian_weight", "select", "ema")
 
 
 @options
@@ -82,11 +82,6 @@ class Choices:
                 f"overrides may not set {taken[0]}: the table decides it. They take other options "
                 "of a training, such as epochs, batch_size or lr."
             )
-        epochs = self.overrides.get("epochs", 1)
-        if isinstance(epochs, bool) or not isinstance(epochs, int):
-            raise TypeError(f"epochs={epochs!r}: expected a whole number.")
-        if epochs < 1:
-            raise ValueError(f"epochs={epochs}: expected at least 1.")
         alone = {k: v for k, v in self.overrides.items() if k not in _TOGETHER}
         TrainConfig().with_overrides(alone)  # unknown names and values are said
 

@@ -63,12 +63,13 @@ def cifar(
 ) -> Job:
     """A network on CIFAR by the recipe that all rows share; CIFAR-10 stands in for CIFAR-100.
 
-    ``recipe`` holds what a row changes in it.
+    ``recipe`` holds what a row changes in it, by whatever recipe the table is trained.
     """
-    changed = {**CIFAR, **recipe} if recipe else CIFAR
+    own = dict(recipe or {})
+    recipes = {name: {**changes, **own} for name, changes in CIFAR_RECIPES.items()}
     instead = {} if data == "cifar10" else {"data": "cifar10"}
-    more = {"recipes": CIFAR_RECIPES, "graphs": True, "stand_in": instead, **more}
-    return job(model, data, recipe=changed, **more)
+    more = {"recipes": recipes, "graphs": True, "stand_in": instead, **more}
+    return job(model, data, recipe={**CIFAR, **own}, **more)
 
 
 def imagenet(model: str, data: str, *, pixels: int = 64, **more: Any) -> Job:
@@ -77,8 +78,8 @@ def imagenet(model: str, data: str, *, pixels: int = 64, **more: Any) -> Job:
         model,
         data,
         recipe=IMAGENET,
-        rate=RATES["imagenet"],
-        images=9_000 if data == "imagenette" else 114_000,
+        rate=RATES["imagenet"] if model.startswith("mdeq_") else None,  # its own is of 32 pixels
+        images=8_500 if data == "imagenette" else 114_000,
         stand_in={**_INSTEAD, "image_size": pixels},
         **more,
     )

@@ -121,11 +121,17 @@ def listing(out: Path, data_root: Path | None) -> list[Listed]:
     return made
 
 
+def _files(out: Path, name: str, *, smoke: bool) -> list[Path]:
+    """Where a table's results may be: the declared recipe first, then changed ones by name."""
+    declared = result_path(out, name, smoke)
+    return [declared, *sorted(declared.parent.glob(f"{name}--*.json"))]
+
+
 def _kept_of(out: Path, experiment: Experiment) -> tuple[str, tuple[Longest, ...]]:
-    """(state, longest): the declared recipe first, then changed ones by name, then smoke."""
+    """(state, longest), of smoke tests where there is nothing else."""
     name = experiment.id
     states, best = [], dict[tuple[str, str, str], Longest]()
-    for path in (result_path(out, name, smoke=False), *sorted(out.glob(f"{name}--*.json"))):
+    for path in _files(out, name, smoke=False):
         kept = read_result(path)
         if kept is None:
             continue
@@ -148,8 +154,7 @@ def _kept_of(out: Path, experiment: Experiment) -> tuple[str, tuple[Longest, ...
     if states:
         places = [(c.row, c.column, name) for c in experiment.cells for name in RECIPES]
         return "; ".join(states), tuple(best[place] for place in places if place in best)
-    smoke = read_result(result_path(out, name, smoke=True))
-    return (NOT_RUN if smoke is None else SMOKE), ()
+    return (SMOKE if any(map(read_result, _files(out, name, smoke=True))) else NOT_RUN), ()
 
 
 def _epochs(found: CellResult, choices: Choices) -> int:
@@ -295,8 +300,8 @@ class _Work:
             if experiment.picture:
                 result = draw(result, choices.out)
             jobs = {cell.job.name: cell.job for cell in cells if cell.job is not None}
-            first = {name: plan_of(job, choices)[0] for name, job in jobs.items()}
-            folders = [(name, self.planned[run.key].folder) for name, run in first.items()]
+            first = [(name, plan_of(job, choices)[0].key) for name, job in jobs.items()]
+            folders = [(name, self.planned[key].folder) for name, key in first]
             result = copy_pictures(result, folders, choices.out)
             result.save(choices.out)
         return result

@@ -220,9 +220,7 @@ def read_result(path: Path) -> dict[str, Any] | None:
 
 def earlier_samples(path: Path) -> dict[tuple[str, str], list[Sample]]:
     """(row, column) → the samples of an earlier call."""
-    kept = read_result(path)
-    if kept is None:
-        return {}
+    kept = read_result(path) or {"cells": ()}
     return {
         (cell["row"], cell["column"]): [_sample(sample) for sample in cell["samples"]]
         for cell in kept["cells"]

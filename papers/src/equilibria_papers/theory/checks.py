@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from equilibria.evaluation import evaluating
 from equilibria.nn import MultiBranch, equilibrium_layers
@@ -20,12 +21,6 @@ def check_sizes(owner: str, sizes: Mapping[str, object]) -> None:
             raise ValueError(f"{owner}({name}={value!r}): expected an integer of at least 1.")
 
 
-def norms_of(t: Tensor) -> Tensor:
-    """‖·‖ of each sample. [B, ...] → [B]."""
-    found: Tensor = torch.linalg.vector_norm(t.flatten(1), dim=1)
-    return found
-
-
 @torch.no_grad()
 def layers_with_inputs(model: nn.Module, x: Any) -> dict[str, tuple[nn.Module, Any]]:
     """The equilibrium layers that run when ``model`` in eval mode is applied to x, by name, with
@@ -34,23 +29,21 @@ def layers_with_inputs(model: nn.Module, x: Any) -> dict[str, tuple[nn.Module, A
     layers = equilibrium_layers(model)
     found: dict[str, Any] = {}
 
-    def caught(name: str) -> Any:
-        def hook(_: nn.Module, inputs: tuple[Any, ...]) -> None:
-            if inputs:
-                found.setdefault(name, inputs[0])
-
-        return hook
+    def reached(name: str, _: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if inputs:
+            found.setdefault(name, inputs[0])
 
     with ExitStack() as hooks, evaluating(model):
         for name, each in layers.items():
-            hooks.enter_context(each.register_forward_pre_hook(caught(name)))
+            hooks.enter_context(each.register_forward_pre_hook(partial(reached, name)))
         model(x)
     made: dict[str, tuple[nn.Module, Any]] = {}
     for name, given in found.items():
         layer = layers[name]
-        made[name] = (layer, given)
         if isinstance(layer, MultiBranch):  # it solves its branches without calling them
             start = f"{name}.branches." if name else "branches."
-            pairs = zip(layer.branches, layer.inputs(made.pop(name)[1]), strict=True)
+            pairs = zip(layer.branches, layer.inputs(given), strict=True)
             made |= {f"{start}{i}": pair for i, pair in enumerate(pairs)}
+        else:
+            made[name] = (layer, given)
     return made

@@ -19,11 +19,10 @@ from torch import Tensor
 
 from equilibria import fixed_point
 from equilibria.adjoints import Implicit
-from equilibria.engine import Solution
+from equilibria.engine import Solution, sample_norm
 from equilibria.nn import DeepOptEq, OptEq, OptEqBlock
 from equilibria.problems import Activated, LinearOperator, NonNegative, Prior, as_operator
 from equilibria.solvers import Anderson
-from equilibria_papers.theory.checks import norms_of
 
 __all__ = [
     "Block",
@@ -249,7 +248,7 @@ class MultiBlock:
 
     def residual(self, z: Tensor, *, as_printed: bool = False) -> Tensor:
         """‖z̃ − step(z̃)‖, [B]; zero exactly at the multi-block forms of deep equilibria."""
-        return norms_of(z - self.step(z, as_printed=as_printed))
+        return sample_norm([z - self.step(z, as_printed=as_printed)])
 
 
 def multi_block(layer: Deep, x: Tensor | None = None) -> MultiBlock:
@@ -296,7 +295,7 @@ def inclusion_residual(
         )
     triples = zip(blocks, stacked.unbind(1), multi.permute(stacked).unbind(1), strict=True)
     rests = [block.inverse(own) - before for block, own, before in triples]
-    return norms_of(torch.stack(rests, 1))
+    return sample_norm([torch.stack(rests, 1)])
 
 
 def moreau_envelope(block: Block, z: Tensor) -> Tensor:

@@ -84,23 +84,23 @@ def _lines(family: str, reports: Sequence[Report | None], wanted: Wanted) -> lis
 @torch.no_grad()
 def rescaled(layer: Provable, w_norm: float) -> Provable:
     """A dense copy without constraints, its W scaled to ‖W‖₂ = w_norm, in float64."""
-    exact = double(layer)
+    exact: Any = double(layer)
     if exact.convolutional:
         raise TypeError("rescaled takes dense layers; a convolution's norm depends on the map.")
-    inner, outer = _weights(exact)
     shared: dict[str, Any] = {"in_channels": exact.in_channels, "prior": exact.prior}
-    shared |= {"bias": outer.bias is not None}
-    if isinstance(exact, GEQ):
-        if exact.hidden is not None or not isinstance(exact.gamma, FixedGamma):
-            raise ValueError("rescaled takes a GEQ of Eq 6: hidden=None and a fixed γ.")
-        made = _plain(exact.channels, exact.mid, gamma=exact.gamma, **shared)
+    shared["bias"] = exact.U.bias is not None
+    if isinstance(exact, OptEq):
+        shared["nu"] = exact.nu
+    elif exact.hidden is None and isinstance(exact.gamma, FixedGamma):
+        shared["gamma"] = exact.gamma
     else:
-        made = _plain(exact.channels, exact.mid, nu=exact.nu, **shared)
-    W, U = _weights(made)
-    W.weight.copy_(inner.weight * (w_norm / dense_norm(inner.weight).estimate))
-    U.weight.copy_(outer.weight)
-    if outer.bias is not None:
-        U.bias.copy_(outer.bias)
+        raise ValueError("rescaled takes a GEQ of Eq 6: hidden=None and a fixed γ.")
+    made = _plain(exact.channels, exact.mid, **shared)
+    weights = {"W.weight": exact.W.weight * (w_norm / dense_norm(exact.W.weight).estimate)}
+    weights["U.weight"] = exact.U.weight
+    if exact.U.bias is not None:
+        weights["U.bias"] = exact.U.bias
+    made.load_state_dict(weights)
     return made
 
 
@@ -109,10 +109,6 @@ def _plain(channels: int, mid: int, gamma: Any = None, **options: Any) -> Provab
     if gamma is None:
         return OptEq(channels, mid, form="hidden", constraint=None, **options).double().eval()
     return GEQ(channels, mid, hidden=None, gamma=gamma, constraint=None, **options).double().eval()
-
-
-def _weights(layer: Provable) -> tuple[Any, Any]:
-    return layer.W, layer.U
 
 
 def lipschitz_curves(
@@ -165,11 +161,10 @@ def similarity_curves(
     lines: list[Line] = []
     for kind, equation in (("GEQ", "Eq 14"), ("OptEq", "Eq 15")):
         generator = torch.Generator().manual_seed(seed)
-        layer = _plain(n, n, gamma if kind == "GEQ" else None, bias=False)
+        layer: Any = _plain(n, n, gamma if kind == "GEQ" else None, bias=False)
         with torch.no_grad():
-            W, U = _weights(layer)
-            W.weight.copy_(w if kind == "GEQ" else w.mT)
-            U.weight.fill_(1.0 / math.sqrt(n))  # E[U²] = 1/n
+            layer.W.weight.copy_(w if kind == "GEQ" else w.mT)
+            layer.U.weight.fill_(1.0 / math.sqrt(n))  # E[U²] = 1/n
         r = similarity_report(layer, x1, x2, draws=draws, variance=1.0 / n, generator=generator)
         lines += [
             Line(f"{kind}, measured κ", kind, "measured", r.kappa),

@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from equilibria.engine import sample_norm
 from equilibria.nn import GEQ, OptEq
 from equilibria.problems import (
     Coupling,
@@ -31,7 +33,6 @@ from equilibria.problems import (
     Problem,
     gaussian_sensitivity,
 )
-from equilibria_papers.theory.checks import norms_of
 
 from .report import (
     Assumption,
@@ -106,9 +107,8 @@ def eq14(
     return _gaussian(_one_neuron(variance, sizes, theta), mu, beta_max, exponent)
 
 
-def eq48(variance: float, sizes: float, theta: float, mu: float, **numbers: float) -> float:
-    """κ̄_geq as the appendix restates it: γ in place of γ/4."""
-    return eq14(variance, sizes, theta, mu, quarter=1.0, **numbers)
+eq48 = partial(eq14, quarter=1.0)
+"""κ̄_geq as the appendix restates it: γ in place of γ/4."""
 
 
 def kerdeq_eq10(
@@ -182,7 +182,7 @@ def state_bound(problem: Problem, mu: float, z: Tensor) -> Tensor:
     """s with ‖z*‖ ≤ s for every W of this μ (see ``similarity``); z gives the shape. [B]."""
     q = problem.coupling
     if not isinstance(q, Gaussian):
-        size = norms_of(q.c)
+        size = sample_norm([q.c])
         return size / (1.0 - mu**2) if mu < 1.0 else torch.full_like(size, math.inf)
     energies = q.energies(torch.zeros_like(z))
     features = energies.sum(1).sqrt()
@@ -295,7 +295,7 @@ def similarity_report(
     sampler = Draws(exact, x, math.sqrt(spread))
     mu = sampler.mu()
     products, limits = [], []
-    beta, size, gammas = 0.0, float(norms_of(x).max()), []
+    beta, size, gammas = 0.0, float(sample_norm([x]).max()), []
     block = max(1, _BATCH // len(x))
     for begin in range(0, draws, block):
         c = torch.cat([sampler.features(generator) for _ in range(min(block, draws - begin))])
@@ -304,17 +304,17 @@ def similarity_report(
         products.append((pairs[:, 0] * pairs[:, 1]).sum(-1) / z[0].numel())
         s = state_bound(problem, mu, z).view(-1, 2, len(x1))
         limits.append(s[:, 0] * s[:, 1] / z[0].numel())
-        size = max(size, float(norms_of(z).max()))
+        size = max(size, float(sample_norm([z]).max()))
         q = problem.coupling
         if isinstance(q, Gaussian):
             least = (q.gamma.unsqueeze(1) * q.energies(z)).min()
             beta = max(beta, float(torch.exp(-least)))
             gammas += [float(q.gamma.min()), float(q.gamma.max())]
     first, second = x1.double().flatten(1), x2.double().flatten(1)
-    lengths = norms_of(first) * norms_of(second)
+    lengths = sample_norm([first]) * sample_norm([second])
     cosine = (first * second).sum(1) / lengths.clamp_min(1e-300)
     theta = torch.acos(cosine.clamp(-1.0, 1.0)).tolist()
-    distance = norms_of(first - second).tolist()
+    distance = sample_norm([first - second]).tolist()
     smallest, largest = (min(norms) for norms in zip(*sampler.norms, strict=True))
     gamma = max(gammas) if gammas else None
     rows: list[tuple[float | None, float | None, float | None]] = []

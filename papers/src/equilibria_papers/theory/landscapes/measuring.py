@@ -120,19 +120,14 @@ def with_solver(model: nn.Module, solver: SolverOptions | None) -> nn.Module:
     A layer that is solved by operator splitting keeps its splitting, with the tolerance and the
     step limit of ``solver``: its own map need not contract.
     """
-    made = copy.deepcopy(model).eval()
     if solver is None:
-        return made
-    if not isinstance(solver, SolverOptions):
-        raise TypeError(f"solver={solver!r}: expected a solver such as Anderson(rtol=1e-2).")
+        return copy.deepcopy(model).eval()
+    made = replaced(model, solver=solver).eval()
     taken = {k: getattr(solver, k) for k in ("rtol", "atol", "max_steps", "compact")}
-    for layer in equilibrium_layers(made).values():
-        for module in layer.modules():
-            own: Any = getattr(module, "solver", None)
-            if isinstance(own, SplittingSolver) and not isinstance(solver, SplittingSolver):
-                module.solver = dataclasses.replace(own, **taken)  # type: ignore[assignment]
-            elif isinstance(own, SolverOptions):
-                module.solver = solver  # type: ignore[assignment]
+    for before, after in zip(model.modules(), made.modules(), strict=True):
+        own: Any = getattr(before, "solver", None)
+        if isinstance(own, SplittingSolver) and not isinstance(solver, SplittingSolver):
+            after.solver = dataclasses.replace(own, **taken)  # type: ignore[assignment]
     return made
 
 

@@ -22,19 +22,6 @@ from equilibria.engine import check_number, options
 
 from .model import Equilibrium, ThesisModel, check_data, find_equilibrium, square_loss
 
-__all__ = [
-    "CONDITIONS",
-    "Condition",
-    "ConditionReport",
-    "Inequality",
-    "Ingredients",
-    "Radii",
-    "check_condition",
-    "ingredients",
-    "search_radii",
-    "smallest_singular",
-]
-
 _FREE = ("A", "U", "u")
 _SPAN = 25.0  # each radius is searched for within e^±25 of its natural scale
 

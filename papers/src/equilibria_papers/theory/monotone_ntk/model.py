@@ -28,17 +28,6 @@ from equilibria.problems import NonNegative
 from equilibria.solvers import PeacemanRachford
 from equilibria_papers.theory.checks import check_sizes
 
-__all__ = [
-    "ClosedFormKernel",
-    "Equilibrium",
-    "ThesisModel",
-    "closed_form_gradient",
-    "closed_form_kernel",
-    "find_equilibrium",
-    "sensitivities",
-    "square_loss",
-]
-
 _NEWTON = 40
 _ENTRIES = 1 << 23  # of the stacked n × n systems held at once: 64 MiB
 _UNIT = 2.0**-53

@@ -46,17 +46,6 @@ from .model import (
     square_loss,
 )
 
-__all__ = [
-    "SCENARIOS",
-    "Outcome",
-    "Run",
-    "Scenario",
-    "draw_outcome",
-    "gradient_descent",
-    "gradient_flow",
-    "run_scenario",
-]
-
 Progress = Callable[[float], None]  # Called with the share of the run that is done
 
 

@@ -178,22 +178,20 @@ def looped(model: nn.Module, outputs: Outputs) -> Rows:
 
     def rows(x: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
         held = dict(model.named_parameters())
-        chosen = {n: held[n] for n in names}
+        weights = [held[n] for n in names]
         found: dict[str, list[Tensor]] = {n: [] for n in names}
         with torch.enable_grad():
             for sample in x:
                 value = outputs.take(flat_outputs(model, sample[None])[0])
                 for a in range(len(value)):
-                    gradients: Sequence[Tensor | None] = [None] * len(chosen)
+                    gradients = tuple(map(torch.zeros_like, weights))
                     if value.requires_grad:
+                        more = a < len(value) - 1
                         gradients = torch.autograd.grad(
-                            value[a],
-                            list(chosen.values()),
-                            retain_graph=a < len(value) - 1,
-                            allow_unused=True,
+                            value[a], weights, retain_graph=more, materialize_grads=True
                         )
-                    for (n, p), g in zip(chosen.items(), gradients, strict=True):
-                        found[n].append((torch.zeros_like(p) if g is None else g).flatten())
+                    for n, g in zip(names, gradients, strict=True):
+                        found[n].append(g.flatten())
         return {n: torch.stack(parts).unflatten(0, (len(x), -1)) for n, parts in found.items()}
 
     return rows

@@ -172,15 +172,12 @@ class _Recording:
 
     def step(self, point: Point, state: Any) -> tuple[Leaves, Any]:
         self.scales.append(sample_norm(without_graph(point.f)))
-        following: tuple[Leaves, Any] = super().step(point, state)  # type: ignore[misc]
-        return following
+        return super().step(point, state)  # type: ignore[misc, no-any-return]
 
     def fallback(self, point: Point, state: Any) -> tuple[Leaves, Tensor, Tensor] | None:
         # Asked at the last evaluation, after which no step follows.
         self.scales.append(sample_norm(without_graph(point.f)))
-        kept: tuple[Leaves, Tensor, Tensor] | None
-        kept = super().fallback(point, state)  # type: ignore[misc]
-        return kept
+        return super().fallback(point, state)  # type: ignore[misc, no-any-return]
 
     def for_map(self) -> Solver:
         made: Solver = _recording(super().for_map(), self.scales)  # type: ignore[misc]
@@ -207,9 +204,8 @@ def _unstoppable(solver: SolverOptions, steps: int) -> SolverOptions:
     """The same iteration, run for exactly ``steps`` evaluations whatever happens."""
     inner = getattr(solver, "inner", None)
     if isinstance(inner, SolverOptions):  # a wrapper such as BestIterate
-        kind: Any = type(solver)
-        wrapped: SolverOptions = kind(_unstoppable(inner, steps))
-        return wrapped
+        wrapper: Any = type(solver)
+        return wrapper(_unstoppable(inner, steps))  # type: ignore[no-any-return]
     return dataclasses.replace(
         solver,
         rtol=0.0 if solver.fixed_steps else _NEVER,
