@@ -514,6 +514,11 @@ def test_a_radius_that_is_none_is_refused(given: str, certified: Path, cli: Cli)
     assert "expected positive numbers" in cli.err("certify", certified, "--radius", given)
 
 
+@pytest.mark.parametrize("flags", [("--attack",), ("--norm", "inf")])
+def test_flags_of_the_radius_need_one(flags: tuple[str, ...], certified: Path, cli: Cli) -> None:
+    assert "go with --radius" in cli.err("certify", certified, *flags)
+
+
 def test_predict_tells_the_radius(certified: Path, pictures: Path, cli: Cli) -> None:
     radii = [a["radius"] for a in cli.json("predict", certified, pictures, "--radius")]
     assert len(radii) == 3
