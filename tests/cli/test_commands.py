@@ -163,6 +163,17 @@ def test_evaluate_agrees_with_a_count_by_hand(trained: Path, tmp_path: Path, cli
     assert (tmp_path / "report" / "reliability.png").stat().st_size > 1000
 
 
+def test_corruptions_of_large_images_are_refused_before_the_evaluation(
+    trained: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def large(*_: Any, **__: Any) -> Any:
+        return None, dataclasses.replace(data, images=data.images.repeat(1, 1, 9, 9))
+
+    data = eq.data.load("digits", "test").subset(range(2))
+    monkeypatch.setattr("equilibria.cli.evaluate.prepared", large)
+    assert "at most 64" in cli.err("evaluate", trained, "--corruptions")
+
+
 def test_evaluate_at_the_converged_equilibrium_and_under_corruptions(
     trained: Path, cli: Cli
 ) -> None:
