@@ -106,7 +106,7 @@ def test_export_names_the_option(
 
 def test_serve_names_the_option(tmp_path: Path, cli: Cli) -> None:
     file = models.save(make("geq_digits"), tmp_path / "m.safetensors")
-    assert "queue=0" in cli.err("serve", file, "--queue", "0")
+    assert "--queue 0 is out of range" in cli.err("serve", file, "--queue", "0")
 
 
 @pytest.mark.slow

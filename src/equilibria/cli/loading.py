@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import socket
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -149,3 +150,16 @@ def solver_of(rtol: float | None) -> Any:
     if not 0.0 < rtol < 1.0:  # at 1 every start passes, and 0 is no tolerance
         raise fail(f"--converged {rtol:g}: expected a number between 0 and 1, such as 1e-4.")
     return Auto(rtol=rtol)
+
+
+def bound_to(host: str, port: int) -> socket.socket:
+    """A socket at the address; an error that names the flag where there can be none."""
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((host, port))
+    except OSError as error:
+        bound.close()
+        why = f"--port {port}: it cannot be used at {host} ({error.strerror})."
+        raise fail(why, "Give another one, or 0 for one that is free.") from None
+    return bound
