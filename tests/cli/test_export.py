@@ -59,6 +59,7 @@ def test_evaluate_says_nothing_of_layers_that_an_onnx_file_does_not_have(
         (tmp_path / "data" / "test" / name).mkdir(parents=True)
         Image.new("L", (8, 8), 200).save(tmp_path / "data" / "test" / name / "0.png")
     found = cli.json("evaluate", file, "--data", tmp_path / "data")
+    assert found["parameters"] is None
     assert found["certificates"] is None
     (layer,) = found["layers"].values()
     assert (layer["fixed_steps"], layer["mean_steps"], layer["solver"]) == (True, 6.0, "")
