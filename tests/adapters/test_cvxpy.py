@@ -89,6 +89,11 @@ PROBLEMS: dict[str, tuple[type, str, Callable[[Any, Any, np.ndarray], Made]]] = 
         "Free",
         lambda x, s, a: (-s - cp.norm(x, 2) ** 2 - cp.sum(cp.square(x - 1)), []),
     ),
+    "a number in a stack": (
+        eq.Problem,
+        "Free",
+        lambda x, s, a: (s + cp.sum_squares(cp.hstack([x[:2], a[0] @ x])), []),
+    ),
     "distance": (
         eq.Problem,
         "Translated",

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ import torch
 import typer
 import yaml
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 
 import equilibria as eq
 from equilibria.training import TrainConfig
@@ -160,6 +161,17 @@ def test_evaluate_agrees_with_a_count_by_hand(trained: Path, tmp_path: Path, cli
     assert found["metrics"]["accuracy"] == pytest.approx(right, abs=2 / len(x))
     assert (tmp_path / "report" / "report.json").exists()
     assert (tmp_path / "report" / "reliability.png").stat().st_size > 1000
+
+
+def test_corruptions_of_large_images_are_refused_before_the_evaluation(
+    trained: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def large(*_: Any, **__: Any) -> Any:
+        return None, dataclasses.replace(data, images=data.images.repeat(1, 1, 9, 9))
+
+    data = eq.data.load("digits", "test").subset(range(2))
+    monkeypatch.setattr("equilibria.cli.evaluate.prepared", large)
+    assert "at most 64" in cli.err("evaluate", trained, "--corruptions")
 
 
 def test_evaluate_at_the_converged_equilibrium_and_under_corruptions(
@@ -410,7 +422,7 @@ def test_an_interrupted_run_says_how_to_resume_it(trained: Path, tmp_path: Path,
     assert "equilibria train --resume" in said
 
 
-def test_the_data_of_a_run_are_found_where_they_were(
+def test_the_data_of_a_run_are_found_where_they_were_and_read_as_they_were(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from equilibria.cli.loading import prepared
@@ -418,15 +430,33 @@ def test_the_data_of_a_run_are_found_where_they_were(
     folder = tmp_path / "run"
     shutil.copytree(trained, folder)
     written = yaml.safe_load((folder / "config.yaml").read_text())
-    (folder / "config.yaml").write_text(yaml.safe_dump({**written, "data_root": "there"}))
-    roots, load = [], eq.data.load
+    own = {"data_root": "there", "on_corrupt": "skip"}
+    (folder / "config.yaml").write_text(yaml.safe_dump({**written, **own}))
+    found, load = [], eq.data.load
     monkeypatch.setattr(
-        eq.data, "load", lambda *a, root, **k: (roots.append(root), load(*a, **k))[1]
+        eq.data,
+        "load",
+        lambda *a, root, **k: (found.append((root, k.get("on_corrupt"))), load(*a, **k))[1],
     )
     prepared(folder, None, None, "test", "cpu")
     prepared(folder, None, Path("here"), "test", "cpu")
     prepared(folder, "digits", None, "test", "cpu")
-    assert roots == [Path("there"), Path("here"), None]
+    assert found == [("there", "skip"), (Path("here"), "skip"), (None, None)]
+
+
+def test_the_report_reads_the_test_images_as_the_training_did(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from equilibria.cli.train import _write_report
+
+    asked, load = [], eq.data.load
+    monkeypatch.setattr(
+        eq.data, "load", lambda *a, **k: (asked.append((a[1], k["on_corrupt"])), load(*a, **k))[1]
+    )
+    monkeypatch.setattr(eq.evaluation, "write_training_report", lambda *_: None)
+    result = SimpleNamespace(model=nn.Identity(), folder=tmp_path)
+    _write_report(result, TrainConfig(validation=0.0, on_corrupt="skip"))
+    assert asked == [("train", "skip"), ("test", "skip")]
 
 
 @pytest.mark.parametrize("command", [[], ["train"], ["data", "list"]])
@@ -512,6 +542,11 @@ def test_certify_radius_states_what_is_proven_and_what_an_attack_leaves(
 @pytest.mark.parametrize("given", ["0", "a", "1/0", "36/255,-1", "1e400", ""])
 def test_a_radius_that_is_none_is_refused(given: str, certified: Path, cli: Cli) -> None:
     assert "expected positive numbers" in cli.err("certify", certified, "--radius", given)
+
+
+@pytest.mark.parametrize("flags", [("--attack",), ("--norm", "inf")])
+def test_flags_of_the_radius_need_one(flags: tuple[str, ...], certified: Path, cli: Cli) -> None:
+    assert "go with --radius" in cli.err("certify", certified, *flags)
 
 
 def test_predict_tells_the_radius(certified: Path, pictures: Path, cli: Cli) -> None:

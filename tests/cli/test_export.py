@@ -59,6 +59,7 @@ def test_evaluate_says_nothing_of_layers_that_an_onnx_file_does_not_have(
         (tmp_path / "data" / "test" / name).mkdir(parents=True)
         Image.new("L", (8, 8), 200).save(tmp_path / "data" / "test" / name / "0.png")
     found = cli.json("evaluate", file, "--data", tmp_path / "data")
+    assert found["parameters"] is None
     assert found["certificates"] is None
     (layer,) = found["layers"].values()
     assert (layer["fixed_steps"], layer["mean_steps"], layer["solver"]) == (True, 6.0, "")
@@ -106,7 +107,7 @@ def test_export_names_the_option(
 
 def test_serve_names_the_option(tmp_path: Path, cli: Cli) -> None:
     file = models.save(make("geq_digits"), tmp_path / "m.safetensors")
-    assert "queue=0" in cli.err("serve", file, "--queue", "0")
+    assert "--queue 0 is out of range" in cli.err("serve", file, "--queue", "0")
 
 
 @pytest.mark.slow

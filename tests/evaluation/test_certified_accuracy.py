@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,12 @@ from torch import nn
 
 import equilibria as eq
 from equilibria.data import ImageData
-from equilibria.evaluation import CertifiedAccuracy, attacked_accuracy, certified_accuracy
+from equilibria.evaluation import (
+    CertifiedAccuracy,
+    attacked_accuracy,
+    certified_accuracy,
+    figures,
+)
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +54,16 @@ def test_the_attack_stays_above_what_is_proven(
     held = attacked_accuracy(model, data, radius, certified=found, **how)
     assert found.accuracy > held >= found.at(radius) > 0.0
     assert held == attacked_accuracy(model, data, radius, **how)
+
+
+def test_the_curve_names_its_norm(
+    found: CertifiedAccuracy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(figures, "_save", lambda figure, path: drawn.append(figure))
+    found.save(tmp_path / "curve.png")
+    label = drawn[0].axes[0].get_xlabel()
+    assert label == f"radius ({'ℓ2' if found.norm == '2' else 'ℓ∞'}, pixels from 0 to 1)"
 
 
 def test_without_a_certificate_no_attacked_image_is_kept(

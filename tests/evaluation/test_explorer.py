@@ -126,7 +126,10 @@ def test_the_requests_are_checked() -> None:
         Explorer(torch.nn.Linear(2, 2))
 
 
-def test_a_port_in_use_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("command", ["explore", "serve"])
+def test_a_port_in_use_is_an_error(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     import socket
 
     pytest.importorskip("fastapi")
@@ -137,8 +140,31 @@ def test_a_port_in_use_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        assert run("explore", weights, "--port", str(port)) == 1
-    assert "it cannot be used" in capsys.readouterr().err
+        assert run(command, weights, "--port", str(port)) == 1
+    said = capsys.readouterr().err
+    assert "it cannot be used" in said
+    assert "serving" not in said
+
+
+@pytest.mark.parametrize("command", ["explore", "serve"])
+def test_a_free_port_is_named(
+    command: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("fastapi")
+    uvicorn: Any = pytest.importorskip("uvicorn")
+    weights, ports = tmp_path / "w.safetensors", []
+    eq.models.save(small(), weights)
+
+    def served(server: Any, sockets: Any) -> None:
+        server.started = True
+        ports.append(sockets[0].getsockname()[1])
+
+    monkeypatch.setattr(uvicorn.Server, "run", served)
+    assert run(command, weights, "--port", "0") == 0
+    assert f"http://127.0.0.1:{ports[0]} " in capsys.readouterr().err.replace("\n", "")
 
 
 def test_the_network_for_the_digits_is_trained_once(

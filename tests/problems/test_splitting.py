@@ -308,6 +308,17 @@ def test_steps_far_from_the_default_call_nothing_converged_that_is_not(
     assert usual.converged.all()
 
 
+@pytest.mark.parametrize("weight", [0.0, 1e-12, 1e-5])
+@pytest.mark.parametrize("solver", [eq.ADMM(rho=1.0), eq.ChambollePock(tau=0.5, sigma=0.5)])
+def test_an_answer_that_little_pulls_at_has_converged(solver: Any, weight: float) -> None:
+    """At the minimum both slopes are rounding, of which a long step makes much."""
+    x = torch.randn(4, 6, dtype=torch.float64)
+    problem = eq.Composite(eq.Free(), [(eq.SoftThreshold(weight), None)], eq.LeastSquares(None, x))
+    sol = eq.minimize(problem, solver=solver)
+    assert sol.converged.all()
+    torch.testing.assert_close(sol.value, x.sign() * (x.abs() - weight).clamp_min(0))
+
+
 def test_a_step_near_the_default_converges_and_throw_raises_far_from_it() -> None:
     torch.manual_seed(3)
     A, b = torch.randn(8, 6), torch.randn(5, 8)

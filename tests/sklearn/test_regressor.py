@@ -138,7 +138,9 @@ def test_early_stopping_keeps_the_best() -> None:
     assert model.score(x[held], y[held]) == pytest.approx(max(model.validation_scores_), abs=1e-3)
 
 
-def test_a_loss_that_is_not_finite() -> None:
+@pytest.mark.filterwarnings("ignore:fixed_point did not converge")
+@pytest.mark.parametrize("layer", ["explicit", "geq"])
+def test_a_loss_that_is_not_finite(layer: str) -> None:
     x, y = data()
     with pytest.raises(RuntimeError, match=r"loss is .* after epoch .*Lower lr"):
-        EquilibriumRegressor(layer="explicit", lr=1e200, weight_decay=0.0).fit(x, y)
+        EquilibriumRegressor(layer=layer, lr=1e200, weight_decay=0.0).fit(x, y)

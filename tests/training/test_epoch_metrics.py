@@ -78,6 +78,7 @@ def test_the_speed_counts_images_and_not_their_pixels(monkeypatch: pytest.Monkey
     metrics = stored(metrics)  # stopped at 6 s; a resumed epoch, from 4 s on, has its own rate
     metrics.add(torch.tensor(1.0), torch.tensor(50), torch.tensor(100), 6)
     assert metrics.speed() == {"seconds": 6.0 + 4.0, "images_per_second": 1.5}
+    assert stored(metrics).speed() == {"seconds": 18.0}  # resumed for its validation alone
 
 
 def test_the_speed_of_an_epoch_is_that_of_its_steps(tmp_path: Path) -> None:

@@ -166,6 +166,9 @@ def test_steps_that_end_far_from_the_equilibrium_are_said(tmp_path: Path) -> Non
         assert (tmp_path / name).exists()
 
 
+OBLONG = dataclasses.replace(digits()[0], images=digits()[0].images[:, :, :6])
+
+
 @pytest.mark.parametrize(
     ("given", "options", "error", "said"),
     [
@@ -175,6 +178,7 @@ def test_steps_that_end_far_from_the_equilibrium_are_said(tmp_path: Path) -> Non
         ({"data": (digits()[0], None)}, {"early_stop": 1}, ValueError, "there is no validation"),
         ({"data": (digits()[0], masks())}, {}, ValueError, "differ in classes"),
         ({"data": (masks(), None), "model": None}, {"model": "geq_digits"}, ValueError, "for cl"),
+        ({"data": (OBLONG, None), "model": None}, {"model": "geq_digits"}, ValueError, "squares"),
         pytest.param(
             *({}, {"accelerator": "mps"}, OptionError, r"accelerator='mps'.*`equilibria info`"),
             marks=pytest.mark.skipif(torch.backends.mps.is_available(), reason="it is there"),

@@ -23,7 +23,7 @@ from equilibria.problems.priors import aligned
 
 
 def _swapped(t: Tensor) -> Tensor:
-    return t.permute(*range(t.ndim - 1, -1, -1))
+    return t.permute([*range(t.ndim - 1, -1, -1)])
 
 
 def _indexed(e: Any, t: Tensor) -> Tensor:

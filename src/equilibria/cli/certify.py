@@ -63,8 +63,8 @@ def certify(
         radii = numbers(
             "--radius", radius, lambda r: float(Fraction(r)), lambda found: min(found) > 0, wanted
         )
-    if attack and radii is None:
-        raise fail("--attack goes with --radius.", "Such as --radius 36/255,72/255 --attack.")
+    if radii is None and (attack or norm != "2"):
+        raise fail("--attack and --norm go with --radius.", "Such as --radius 36/255,72/255.")
     if out is not None:
         check_file(out)
     model, dataset = prepared(weights, data, root, split, device, images)

@@ -79,6 +79,8 @@ def evaluate(
     model, dataset = prepared(weights, data, root, split, device, limit, onnx=True)
     if corruptions and dataset.task != "classification":
         raise fail(f"--corruptions is for classification; {dataset.name} is for {dataset.task}.")
+    if corruptions:
+        evaluation.corrupt(dataset.images[:1], "contrast", 1)  # refuses images of other sizes
     if onnx:
         certify = 0
         if not as_json:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from .console import fail, say
-from .loading import Device, device_of, load
+from .console import say
+from .loading import Device, bound_to, device_of, load
 
 
 def explore(
@@ -39,13 +38,7 @@ def explore(
         examples = data.load("digits", "test", progress=False)
     app = evaluation.explorer_app(evaluation.Explorer(model, examples))
     server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
-    with socket.socket() as bound:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            bound.bind(("127.0.0.1", port))
-        except OSError as error:
-            why = f"--port {port}: it cannot be used ({error.strerror})."
-            raise fail(why, "Give another one, or 0 for one that is free.") from None
+    with bound_to("127.0.0.1", port) as bound:
         say(f"open http://127.0.0.1:{bound.getsockname()[1]} (Ctrl-C ends it)")
         server.run(sockets=[bound])
 

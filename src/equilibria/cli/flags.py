@@ -15,7 +15,8 @@ import typer
 from .console import fail
 
 _SIMPLE = (bool, int, float, str)
-_OWNERS = ("TrainConfig", "profile_model")  # whose options are the flags of a command
+# Whose options are the flags of a command.
+_OWNERS = ("TrainConfig", "profile_model", "ServeOptions")
 
 
 def _flag(name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import socket
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -114,24 +115,24 @@ def prepared(
     name = data or extra.get("data")
     if name is None:
         raise fail("these weights do not say what they were trained on.", "Give --data.")
+    given: dict[str, Any] = {"root": root}
     config = weights / "config.yaml"
-    if root is None and data is None and config.exists():  # of a run: where its data were
+    if data is None and config.exists():  # of a run: where its data were, and how it read them
         from equilibria.training import TrainConfig
 
-        own = TrainConfig.from_yaml(config).data_root
-        root = None if own is None else Path(own)
+        own = TrainConfig.from_yaml(config)
+        given = {"root": root or own.data_root, "on_corrupt": own.on_corrupt}
     size = extra.get("image_size")  # of the images that it was trained on
     size = trained_side(size, model.task == "segmentation") if size else None
     channels = len(extra.get("mean") or ())
     # Image files are gray or color as the network asks, which is what `predict` makes of them.
     wanted = channels if channels in (1, 3) and name not in datasets.names() else None
-    dataset = datasets.load(name, split, root=root, image_size=size, channels=wanted)
+    dataset = datasets.load(name, split, image_size=size, channels=wanted, **given)
     if channels:
-        given = dataset.images.shape[1]
-        if channels != given:
+        if channels != dataset.channels:
             raise fail(
                 f"the network was trained on images of {channels} channel(s), those of {name} "
-                f"have {given}.",
+                f"have {dataset.channels}.",
                 "Give --data with images like those that it was trained on.",
             )
         dataset = dataset.with_normalization_of(extra)
@@ -149,3 +150,16 @@ def solver_of(rtol: float | None) -> Any:
     if not 0.0 < rtol < 1.0:  # at 1 every start passes, and 0 is no tolerance
         raise fail(f"--converged {rtol:g}: expected a number between 0 and 1, such as 1e-4.")
     return Auto(rtol=rtol)
+
+
+def bound_to(host: str, port: int) -> socket.socket:
+    """A socket at the address; an error that names the flag where there can be none."""
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((host, port))
+    except OSError as error:
+        bound.close()
+        why = f"--port {port}: it cannot be used at {host} ({error.strerror})."
+        raise fail(why, "Give another one, or 0 for one that is free.") from None
+    return bound

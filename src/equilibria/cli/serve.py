@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Annotated, Any
 
 import typer
 
-from equilibria.engine import OptionError
 from equilibria.engine.optional import needs
 from equilibria.serving import ServeOptions, create_app
 
-from .console import fail, say
+from .console import say
 from .flags import with_flags
-from .loading import Device, Weights, device_of, load
+from .loading import Device, Weights, bound_to, device_of, load
 
 
 @with_flags(ServeOptions, ("Limits",))
@@ -21,7 +21,9 @@ def serve(
     host: Annotated[
         str, typer.Option(help="The address to listen at; 0.0.0.0 for every network.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="The port to listen at.")] = 8000,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="The port to listen at; 0: one that is free.")
+    ] = 8000,
     device: Device = None,
     **given: Any,
 ) -> None:
@@ -32,15 +34,17 @@ def serve(
     """
     with needs("uvicorn", "Serving a network", extra="serve"):
         import uvicorn
-    try:
-        options = ServeOptions(**given)
-    except OptionError as error:
-        raise fail(str(error)) from None
+    options = ServeOptions(**given)
     onnx = weights.suffix.lower() == ".onnx"
     model: Any = load(weights, device_of("cpu" if onnx else device), onnx=True)
     app = create_app(model, options)
-    say(f"serving {weights} at http://{host}:{port} (Ctrl-C ends it)")
     quiet: Any = {"log_level": "warning", "server_header": False}
     seconds: Any = {"timeout_keep_alive": 30, "timeout_graceful_shutdown": 30}
     open_at_once: Any = {"limit_concurrency": options.connections + 1}  # it counts the one refused
-    uvicorn.run(app, host=host, port=port, **quiet, **seconds, **open_at_once)
+    server = uvicorn.Server(uvicorn.Config(app, **quiet, **seconds, **open_at_once))
+    with bound_to(host, port) as bound, contextlib.suppress(KeyboardInterrupt):
+        at = f"[{host}]" if ":" in host else host
+        say(f"serving {weights} at http://{at}:{bound.getsockname()[1]} (Ctrl-C ends it)")
+        server.run(sockets=[bound])
+    if not server.started:  # it says why itself
+        raise typer.Exit(1)

@@ -107,8 +107,9 @@ def _write_report(result: Any, settings: TrainConfig) -> Path | None:
         found = found.one_scale() if getattr(result.model, "one_scale", False) else found
         held = found.valid
         if held is None:
-            root, size = settings.data_root, settings.image_size
-            held = data.load(settings.data, "test", root=root, image_size=size, progress=False)
+            how: Any = {"root": settings.data_root, "on_corrupt": settings.on_corrupt}
+            how |= {"image_size": settings.image_size, "progress": False}
+            held = data.load(settings.data, "test", **how)
             held = held.with_normalization(found.train.mean, found.train.std)
         kind = settings.accelerator  # where it was trained: it came back on the CPU
         model = on_device(result.model, device_of(kind if kind in ("cpu", "mps") else None))

@@ -274,7 +274,7 @@ class Rows:
         except (CorruptImageError, OSError) as error:
             raise CorruptImageError(
                 f"{self.column[i]}: not a readable image ({error}). Repair or remove it, or pass "
-                "on_corrupt='skip' (--on-corrupt skip) to go on without it."
+                "on_corrupt='skip' (train --on-corrupt skip) to go on without it."
             ) from error
         return row if self.ids is None else _classes(row[None], self.ids, self.column[i : i + 1])[0]
 

@@ -70,7 +70,7 @@ class CertifiedAccuracy:
 
     def save(self, path: Path | str) -> Path:
         """The curve of certified accuracy over the radius, as a PNG."""
-        return save_certified(self.right, self.radius, path, self.model)
+        return save_certified(self.right, self.radius, self.norm, path, self.model)
 
 
 def certified_accuracy(

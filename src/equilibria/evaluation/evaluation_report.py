@@ -105,7 +105,7 @@ class Report:
 
     def table(self) -> Any:
         """For ``rich.print``: the metrics, and beneath them the solvers and the certificates."""
-        # A file that onnxruntime runs has none.
+        # Those of a file that onnxruntime runs are not known.
         size = f"{self.parameters:,} parameters; " if self.parameters else ""
         parts = [
             self._metrics_table(),
@@ -148,6 +148,7 @@ class Report:
         """All numbers in types that JSON has; what is not finite is None."""
         found, proven = _with_layers(self), self.certificate
         del found["certificate"]
+        found["parameters"] = self.parameters or None  # those that onnxruntime runs are not known
         found["certificates"] = None if proven is None else certificate_dict(proven)
         return dict(json_value(found))
 

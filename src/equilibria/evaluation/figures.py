@@ -169,7 +169,7 @@ def save_accuracies(
     return _save(figure, path)
 
 
-def save_certified(right: Tensor, radius: Tensor, path: Path | str, title: str) -> Path:
+def save_certified(right: Tensor, radius: Tensor, norm: str, path: Path | str, title: str) -> Path:
     """Accuracy that is proven, over the radius: a step down at each right sample's radius."""
     reached = radius[right & radius.isfinite()].sort().values.double()
     share = 100.0 * torch.arange(len(reached), -1, -1, dtype=torch.float64) / max(len(right), 1)
@@ -182,7 +182,8 @@ def save_certified(right: Tensor, radius: Tensor, path: Path | str, title: str) 
         if len(reached) and k / 255 <= float(where[-1]):
             axes.axvline(k / 255, color=GRAY, linewidth=0.8, linestyle=":")
             axes.text(k / 255, 101, f"{k}/255", color=GRAY, fontsize=7, ha="center")
-    axes.set(xlabel="radius (ℓ2, pixels from 0 to 1)", ylabel="certified accuracy in %")
+    kind = "ℓ∞" if norm == "inf" else "ℓ2"
+    axes.set(xlabel=f"radius ({kind}, pixels from 0 to 1)", ylabel="certified accuracy in %")
     axes.set(xlim=(0, None), ylim=(0, 100))
     figure.suptitle(title, fontsize=10)
     return _save(figure, path)

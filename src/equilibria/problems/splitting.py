@@ -429,7 +429,11 @@ def _distance(problem: Composite, z: Tensor, y: Sequence[Tensor]) -> Tensor:
     slope, pulled = problem.gradient(z), problem.pull([dual for _, _, dual in near], z)
     size = norm(slope) + norm(pulled)
     unit = torch.where((size > 0) & (norm(z) > 0), norm(z) / size, 1.0)
-    at = per_sample(unit, z)
+    # No longer than the curvature asks for: where little pulls, rounding would move it far.
+    bounds = problem.curvature()
+    low, high = (torch.as_tensor(t).to(unit) for t in (bounds.lower, bounds.upper))
+    least = torch.maximum(low, torch.finfo(unit.dtype).eps ** 0.5 * high)
+    at = per_sample(torch.minimum(unit, 1.0 / least), z)
     moved = norm(problem.prior.prox(z - at * (slope + pulled), at) - z)
     whole = math.sqrt(problem.sizes()[2]) * norm(z)
     ratios = moved / (unit * size), gap / whole

@@ -111,8 +111,8 @@ def training_solver(network: nn.Module, solver: SolverOptions | None) -> Iterato
         layer.solver = TRAINING_SOLVER
     try:
         yield
+        settle_norms(network)  # not where training failed: weights may hold NaN
     finally:
-        settle_norms(network)
         if ours:
             layer.solver = PREDICTION_SOLVER
 

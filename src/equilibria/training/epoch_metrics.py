@@ -82,11 +82,12 @@ class EpochMetrics:
         self._stepped = time.perf_counter()
 
     def speed(self) -> dict[str, float]:
-        """Seconds of the epoch; images per second of its steps since it began or was resumed."""
+        """Seconds of the epoch; images per second of its steps since it began or was resumed, where
+        there were any."""
         now = time.perf_counter()
         rate = self._images / ((self._stepped or now) - self._began)
-        seconds = self._earlier + now - self._began
-        return {"seconds": round(seconds, 3), "images_per_second": round(rate, 1)}
+        speed = {"seconds": round(self._earlier + now - self._began, 3)}
+        return speed | ({"images_per_second": round(rate, 1)} if self._images else {})
 
     def reduce(self, device: torch.device) -> None:
         self._sums = self._sums.to(device)

@@ -599,6 +599,11 @@ def _make_model(config: TrainConfig, given: nn.Module | None, train: ImageData) 
                 f"{train.task}; models.names(task={train.task!r}) lists what fits."
             )
         height, width = train.images.shape[2:]
+        if card.task == "classification" and height != width:
+            raise ValueError(
+                f"{train.name} has images of {height} × {width} pixels, and {config.model} "
+                "classifies squares: give an image_size (--image-size)."
+            )
         given = models.create(
             config.model,
             train.num_classes,
