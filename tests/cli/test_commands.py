@@ -544,9 +544,20 @@ def test_a_radius_that_is_none_is_refused(given: str, certified: Path, cli: Cli)
     assert "expected positive numbers" in cli.err("certify", certified, "--radius", given)
 
 
-@pytest.mark.parametrize("flags", [("--attack",), ("--norm", "inf")])
-def test_flags_of_the_radius_need_one(flags: tuple[str, ...], certified: Path, cli: Cli) -> None:
-    assert "go with --radius" in cli.err("certify", certified, *flags)
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("certify --attack", "go with --radius"),
+        ("certify --norm inf", "go with --radius"),
+        ("certify --radius 0.1 --full", "--full prints the certificates of layers"),
+        ("evaluate --severities 1", "--severities goes with --corruptions"),
+    ],
+)
+def test_a_flag_that_would_be_ignored_is_refused(
+    line: str, said: str, certified: Path, cli: Cli
+) -> None:
+    command, *flags = line.split()
+    assert said in cli.err(command, certified, *flags)
 
 
 def test_predict_tells_the_radius(certified: Path, pictures: Path, cli: Cli) -> None:

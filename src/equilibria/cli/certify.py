@@ -65,6 +65,8 @@ def certify(
         )
     if radii is None and (attack or norm != "2"):
         raise fail("--attack and --norm go with --radius.", "Such as --radius 36/255,72/255.")
+    if radii is not None and full:
+        raise fail("--full prints the certificates of layers, and --radius certifies labels.")
     if out is not None:
         check_file(out)
     model, dataset = prepared(weights, data, root, split, device, images)

@@ -51,8 +51,8 @@ def evaluate(
         bool, typer.Option("--corruptions", help="Also under 19 corruptions at 5 severities.")
     ] = False,
     severities: Annotated[
-        str, typer.Option(help="Severities of the corruptions, 1 to 5.")
-    ] = "1,2,3,4,5",
+        str | None, typer.Option(help="Severities of the corruptions, 1 to 5; all if not given.")
+    ] = None,
     limit: Limit = None,
     out: Annotated[
         Path | None, typer.Option(help="Write report.json and pictures into this folder.")
@@ -64,8 +64,10 @@ def evaluate(
     from equilibria.nn import set_steps
 
     # What is wrong with the flags is said before minutes are spent.
-    levels: list[int] = []
-    if corruptions:
+    levels = [1, 2, 3, 4, 5]
+    if severities is not None:
+        if not corruptions:
+            raise fail("--severities goes with --corruptions.")
         known, wanted = lambda s: 1 <= min(s) <= max(s) <= 5, "numbers from 1 to 5, such as 1,3,5"
         levels = numbers("--severities", severities, int, known, wanted)
     solver = solver_of(converged)
