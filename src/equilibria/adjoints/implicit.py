@@ -213,7 +213,8 @@ def attach(fn: Map, z: Leaves, graph: Evaluation, rule: Rule) -> Leaves:
     if not graph.sources:
         return z
     explicit = make_explicit(fn, graph.sources, graph.closure.modules, all_used=True)
-    return list(_ImplicitFunction.apply(explicit, graph, rule, len(z), *z, *graph.sources))
+    found = _ImplicitFunction.apply(explicit, graph, rule, len(z), *z, *graph.sources)
+    return [x.clone() for x in found]  # the caller may write into them, a backward pass reads z*
 
 
 def attach_linear(product: Map, b: Leaves, done: Iterated, solver: LinearSolver) -> Leaves:
@@ -236,8 +237,7 @@ class _ImplicitFunction(torch.autograd.Function):
         ctx: Any, explicit: Explicit, graph: Evaluation, rule: Rule, count: int, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.explicit, ctx.graph, ctx.rule = explicit, graph, rule
-        # Their own memory: the caller may write into them, the graph of T(z*) holds z*.
-        outputs = tuple(t.clone() for t in tensors[:count])
+        outputs = tuple(t.view_as(t) for t in tensors[:count])
         # Sources are saved so that autograd notices when one is changed before a second order.
         ctx.save_for_backward(*outputs, *tensors[count:])
         return outputs
