@@ -26,7 +26,18 @@ from equilibria.engine.options import options
 from equilibria.engine.result import BackwardStats, Iterated
 from equilibria.engine.solver import Solver, SolverOptions
 from equilibria.engine.transforms import outside_compile, transforms_active
-from equilibria.engine.tree import Leaves, join_samples, keep_samples, part_samples, subtract
+from equilibria.engine.tree import (
+    Leaves,
+    add,
+    join_samples,
+    keep_samples,
+    part_samples,
+    power_of_two,
+    sample_norm,
+    scale_samples,
+    subtract,
+    without_graph,
+)
 
 from .backward import note_backward, refuse_batches, solve_adjoint
 from .functional import Backward, Explicit, backward_functional, make_explicit, solve_functional
@@ -219,9 +230,12 @@ def attach(fn: Map, z: Leaves, graph: Evaluation, rule: Rule) -> Leaves:
 
 def attach_linear(product: Map, b: Leaves, done: Iterated, solver: LinearSolver) -> Leaves:
     """The answer x = A⁻¹b of a solve, differentiable in b and what A captures."""
+    size = (sample_norm(without_graph(b)) / sample_norm(done.value)).nan_to_num(0.0, 0.0)
+    inverse = 1.0 / power_of_two(torch.where(size > 0, size, size.amax()))
 
     def richardson(state: Any, right: Any) -> Any:
-        return tuple(p + q - r for p, q, r in zip(state, right, product(list(state)), strict=True))
+        # x + (b − Ax)/‖A‖, about: of x + b − Ax rounding would leave nothing of a small A.
+        return tuple(add(state, scale_samples(inverse, subtract(right, product(list(state))))))
 
     spec = pytree.tree_structure(tuple(b))
     rule = SolveRule(solver=solver, stats=done.backward, coupled=done.coupled)
