@@ -19,6 +19,7 @@ from torch.autograd import gradcheck
 
 import equilibria as eq
 from equilibria.certify import GapCertificate, Guarantee
+from equilibria.engine.result import ConvergenceWarning
 from equilibria.problems import DifferenceOperator
 from equilibria.problems.splitting import SplittingOfSum
 from tests.optional import optional
@@ -157,6 +158,26 @@ def test_an_objective_in_other_units_has_the_same_minimizer(
         return solution.value
 
     torch.testing.assert_close(solved(scale), solved(1.0), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("scale", [1e-10, 1e4])
+def test_an_operator_in_other_units_has_the_same_minimizer(scale: float) -> None:
+    """Beside Kz or z, whichever is larger, the other does not count in the norm of the state."""
+    terms = [(eq.SoftThreshold(0.4 / scale), scale * D), (eq.SoftThreshold(0.2), None)]
+    found = eq.minimize(eq.Composite(eq.NonNegative(), terms, fit()))
+    want = torch.from_numpy(wanted("fused"))
+    assert found.result.tolist() == [0, 0]
+    torch.testing.assert_close(found.value, want, rtol=0, atol=2e-5)
+
+    def inverse(rhs: Tensor, rho: float) -> Tensor:
+        gram = A.mT @ A + rho * (scale**2 * D.mT @ D + 2.0 * torch.eye(5, dtype=A.dtype))
+        return torch.linalg.solve(gram, rhs.mT).mT
+
+    # With an inverse of the user's there is one rho for all terms.
+    with pytest.warns(ConvergenceWarning):
+        found = eq.minimize(eq.Composite(eq.NonNegative(), terms, fit(), inverse=inverse))
+    off = (found.value - want).abs().amax(1)
+    assert bool(((off < 2e-5) | ~found.converged).all())
 
 
 @settings(max_examples=5, deadline=None)

@@ -30,6 +30,7 @@ from equilibria.entry import TrajectoryCallback, fixed_point
 from equilibria.problems.kernels import Coupling, Curvature, SumCoupling, inner
 from equilibria.problems.objective import LeastSquares
 from equilibria.problems.operators import IdentityOperator, Weights, as_operator
+from equilibria.problems.parts import replaced
 from equilibria.problems.priors import Free, Prior
 from equilibria.problems.problem import HiddenProblem
 from equilibria.solvers import Auto
@@ -42,6 +43,10 @@ Advanced = tuple[State, Tensor, list[Tensor]]
 _STEPS = ("rho", "gamma", "tau", "sigma")
 _DENSE = 2048  # largest state of which ADMM inverts a matrix
 _ADJOINT = Implicit(solver=GMRES(restart=60, max_steps=2000))  # J may have eigenvalues near 1
+
+
+def _times(factor: float, t: Tensor) -> Tensor:
+    return t if factor == 1.0 else factor * t
 
 
 class Composite(HiddenProblem):
@@ -57,6 +62,8 @@ class Composite(HiddenProblem):
     """
 
     parameters = ("prior", "terms", "smooth")
+    scales: tuple[float, ...]
+    """What each ``K_i`` is divided by in ``images`` and ``pull``; 1 but inside of ADMM."""
 
     def __init__(
         self,
@@ -69,6 +76,7 @@ class Composite(HiddenProblem):
         identity = IdentityOperator(torch.empty(0))
         self.terms = tuple((h, identity if K is None else as_operator(K)) for h, K in terms)
         self.prior, self.smooth, self.inverse = prior, smooth, inverse
+        self.scales = (1.0,) * len(self.terms)
         held: list[tuple[Any, Any]] = [(f, Prior) for f in (prior, *(h for h, _ in self.terms))]
         held.append((smooth, Coupling | None))
         wrong = [type(part).__name__ for part, kind in held if not isinstance(part, kind)]
@@ -92,13 +100,13 @@ class Composite(HiddenProblem):
 
     def images(self, z: Tensor) -> list[Tensor]:
         """``K_i z``."""
-        return [K(z) for _, K in self.terms]
+        return [_times(1.0 / k, K(z)) for (_, K), k in zip(self.terms, self.scales, strict=True)]
 
     def pull(self, y: Sequence[Tensor], z: Tensor) -> Tensor:
         """``sum_i K_i' y_i``, shaped as ``z``."""
         total = torch.zeros_like(z)
-        for (_, K), part in zip(self.terms, y, strict=True):
-            total = total + K.adjoint(part, z.shape[1:])
+        for (_, K), k, part in zip(self.terms, self.scales, y, strict=True):
+            total = total + K.adjoint(_times(1.0 / k, part), z.shape[1:])
         return total
 
     def sizes(self) -> tuple[float, float, float]:
@@ -107,7 +115,9 @@ class Composite(HiddenProblem):
         ends = bounds.lower, bounds.upper
         m, high = (float(t.max()) if isinstance(t, Tensor) else float(t) for t in ends)
         middle = math.sqrt(max(m, 0.01 * high) * high) if high > 0 else 1.0
-        return middle, high, float(sum(K.norm_upper() ** 2 for _, K in self.terms))
+        pairs = zip(self.terms, self.scales, strict=True)
+        norms = [K.norm_upper() if k == 1.0 else 1.0 for (_, K), k in pairs]
+        return middle, high, float(sum(norm * norm for norm in norms))
 
     def objective(self, z: Tensor) -> Tensor:
         total = self.prior.sample_value(z)
@@ -201,6 +211,10 @@ class SplittingOfSum(SolverOptions):
         for name in {*_STEPS} & {f.name for f in dataclasses.fields(self)}:
             check_number(self, name, low=0.0, low_open=True, optional=True)
 
+    def in_units(self, problem: Composite) -> Composite:
+        """The problem as the other methods take it."""
+        return problem
+
     @abstractmethod
     def prepare(self, problem: Composite, z: Tensor) -> Any:
         """What is computed once a solve, without gradients: steps, checked, and a factor."""
@@ -230,8 +244,16 @@ class ADMM(SplittingOfSum):
     """
 
     rho: float | None = None
-    """None takes ``sqrt(max(m, L/100) L)/sum |K|^2``; without ``g`` 1; best is the size
-    of a subgradient over that of ``z``."""
+    """None takes ``sqrt(max(m, L/100) L)/n`` for each of n terms, their K divided by ``|K|`` (with
+    ``inverse`` the sum of ``|K|^2`` for n); without ``g`` 1; best is the size of a subgradient over
+    that of ``z``."""
+
+    def in_units(self, problem: Composite) -> Composite:
+        """With ``|K_i| = 1``: beside a large image the convergence of others is not seen."""
+        if self.rho is not None or problem.inverse is not None:
+            return problem
+        norms = [K.norm_upper() for _, K in problem.terms]
+        return replaced(problem, scales=tuple(k if 0.0 < k < math.inf else 1.0 for k in norms))
 
     def prepare(self, problem: Composite, z: Tensor) -> tuple[float, Tensor | None]:
         rho = self.rho
@@ -247,15 +269,16 @@ class ADMM(SplittingOfSum):
 
     def advance(self, problem: Composite, u: State, prepared: Any) -> Advanced:
         (rho, factor), own = prepared, problem.has_prior
-        priors = [*(h for h, _ in problem.terms), *([problem.prior] if own else [])]
-        w = [h.prox(s, 1.0 / rho) for h, s in zip(priors, u, strict=True)]
+        held = [*(h for h, _ in problem.terms), *([problem.prior] if own else [])]
+        parts = list(zip(held, (*problem.scales, 1.0), u, strict=False))
+        w = [_times(1.0 / k, h.prox(_times(k, s), k * k / rho)) for h, k, s in parts]
         aim = [2.0 * a - s for a, s in zip(w, u, strict=True)]
         like = aim[-1] if own else problem.terms[0][1].adjoint(aim[0])
         rhs = rho * aim.pop() if own else torch.zeros_like(like)
         rhs = rhs + rho * problem.pull(aim, like) - problem.gradient(torch.zeros_like(like))
         z = problem.solve(rhs, rho, factor)
         new = tuple(s + b - a for a, b, s in zip(w, self.start(problem, z), u, strict=True))
-        y = [rho * (s - a) for a, s in zip(w, u, strict=True)]
+        y = [rho / k * (s - a) for a, (_, k, s) in zip(w, parts, strict=True)]
         return (new, w[-1], y[:-1]) if own else (new, z, y)
 
 
@@ -363,17 +386,18 @@ def split(
             f"solver got {solver!r}; a Composite takes ADMM(...), DouglasRachford(...), "
             "ChambollePock(...) or Auto(), as it has no single prox."
         )
-    chosen, prepared = way, way.prepare(problem, z0)
+    chosen, inner = way, way.in_units(problem)
+    prepared = way.prepare(inner, z0)
     shared = {field.name: getattr(way, field.name) for field in dataclasses.fields(SolverOptions)}
 
     def step(u: State, *given: Any) -> tuple[State, Any]:
-        new, z, y = chosen.advance(problem.with_inputs(*given), u, prepared)
+        new, z, y = chosen.advance(inner.with_inputs(*given), u, prepared)
         return new, (z, y)
 
     found = fixed_point(
         step,
-        way.start(problem, z0),
-        problem.inputs(),
+        way.start(inner, z0),
+        inner.inputs(),
         solver=Guarded(**shared),
         adjoint=_ADJOINT if adjoint is None or adjoint == Implicit() else adjoint,
         throw=throw,
@@ -384,14 +408,21 @@ def split(
     steps = ", ".join(f"{step:.4g}" for step in prepared if isinstance(step, float))
     reason = f"{type(way).__name__} with the steps {steps}"
     done = dataclasses.replace(found, value=z, choice=reason, aux=None)
-    if any(getattr(way, name, None) is not None for name in _STEPS) and host_may_read(z):
-        done = _checked(problem, done, y, way, throw=throw)
+    given = [name for name in _STEPS if getattr(way, name, None) is not None]
+    if (given or problem.inverse is not None) and host_may_read(z):
+        done = _checked(problem, done, y, way, given, throw=throw)
     return done, y
 
 
 @torch.no_grad()
 def _checked(
-    problem: Composite, done: Solution[Tensor], y: Sequence[Tensor], way: Any, *, throw: bool
+    problem: Composite,
+    done: Solution[Tensor],
+    y: Sequence[Tensor],
+    way: Any,
+    given: Sequence[str],
+    *,
+    throw: bool,
 ) -> Solution[Tensor]:
     """Steps of the user's may hardly move a state far from the minimum: there it has not converged.
 
@@ -404,11 +435,12 @@ def _checked(
         return done
     result = torch.where(far, int(Result.stagnated), done.result).to(done.result.dtype)
     done = dataclasses.replace(done, result=result)
-    given = ", ".join(name for name in _STEPS if getattr(way, name, None) is not None)
+    advice = "give rho, or terms whose operators have norms near 1"
+    if given:
+        advice = f"leave out {', '.join(given)}, or give a value nearer to the default"
     message = (
         f"{type(way).__name__} did not converge for all samples: {int(far.sum())} of {len(far)} "
-        f"samples stagnated (they hardly move by {done.choice}, and are not optimal: leave out "
-        f"{given}, or give a value nearer to the default)."
+        f"samples stagnated (they hardly move by {done.choice}, and are not optimal: {advice})."
     )
     if throw:
         raise NotConvergedError(message, done)
@@ -425,14 +457,17 @@ def _distance(problem: Composite, z: Tensor, y: Sequence[Tensor]) -> Tensor:
         return found
 
     near = _subgradients(problem, z, y)
-    gap = sum((norm(image - w) for image, w, _ in near), torch.zeros_like(norm(z)))
+    pairs = zip(near, problem.terms, strict=True)
+    reach = norm(z)
+    gaps = [
+        norm(image - w) / (reach * (K.norm_upper() or math.inf)) for (image, w, _), (_, K) in pairs
+    ]
     slope, pulled = problem.gradient(z), problem.pull([dual for _, _, dual in near], z)
     size = norm(slope) + norm(pulled)
     unit = torch.where((size > 0) & (norm(z) > 0), norm(z) / size, 1.0)
     at = per_sample(unit, z)
     moved = norm(problem.prior.prox(z - at * (slope + pulled), at) - z)
-    whole = math.sqrt(problem.sizes()[2]) * norm(z)
-    ratios = moved / (unit * size), gap / whole
+    ratios = [moved / (unit * size), *gaps]
     return torch.stack([t.nan_to_num(0.0) for t in ratios]).amax(0)
 
 
