@@ -229,7 +229,13 @@ class LeastSquares(ImageCoupling):
     def curvature(self) -> Curvature:
         w, most = _float(self.weight), self.norm_upper()
         least = self._once("least", self.operator.norm_lower)
-        low, high = w * least**2 * (1.0 - 4 * UNIT), w * most**2 * (1.0 + 4 * UNIT)
+        low, high = w * least * least * (1.0 - 4 * UNIT), w * most * most * (1.0 + 4 * UNIT)
+        info = torch.finfo(at_least_float32(self.c).dtype)
+        if 0.0 < most < math.inf and not info.tiny <= high <= info.max:
+            raise ValueError(
+                f"LeastSquares: weight·|A|² is beyond {info.dtype} for |A| = {most:.3g} and the "
+                f"weight {w:.3g}. Scale A and the data, or use float64."
+            )
         return Curvature(low, high, True, "every z: the Hessian is weight AᵀA")
 
     def hessian_lipschitz(self) -> float:
