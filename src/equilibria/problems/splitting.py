@@ -49,6 +49,11 @@ def _times(factor: float, t: Tensor) -> Tensor:
     return t if factor == 1.0 else factor * t
 
 
+def _prox(h: Prior, k: float, v: Tensor, tau: float) -> Tensor:
+    """``prox`` of ``v -> h(kv)``."""
+    return _times(1.0 / k, h.prox(_times(k, v), k * k * tau))
+
+
 class Composite(HiddenProblem):
     """``G(z) = f(z) + g(z) + sum_i h_i(K_i z)``, for ``minimize`` by a splitting.
 
@@ -63,7 +68,7 @@ class Composite(HiddenProblem):
 
     parameters = ("prior", "terms", "smooth")
     scales: tuple[float, ...]
-    """What each ``K_i`` is divided by in ``images`` and ``pull``; 1 but inside of ADMM."""
+    """What each ``K_i`` is divided by in ``images`` and ``pull``: 1 but inside of a solve."""
 
     def __init__(
         self,
@@ -211,9 +216,17 @@ class SplittingOfSum(SolverOptions):
         for name in {*_STEPS} & {f.name for f in dataclasses.fields(self)}:
             check_number(self, name, low=0.0, low_open=True, optional=True)
 
+    def given(self) -> list[str]:
+        """The steps that are the user's."""
+        return [name for name in _STEPS if getattr(self, name, None) is not None]
+
     def in_units(self, problem: Composite) -> Composite:
-        """The problem as the other methods take it."""
-        return problem
+        """With ``|K_i| = 1``: beside a large image the convergence of others is not seen. Steps and
+        an inverse of the user's are for the problem as it is."""
+        if self.given() or problem.inverse is not None:
+            return problem
+        norms = [K.norm_upper() for _, K in problem.terms]
+        return replaced(problem, scales=tuple(k if 0.0 < k < math.inf else 1.0 for k in norms))
 
     @abstractmethod
     def prepare(self, problem: Composite, z: Tensor) -> Any:
@@ -244,16 +257,9 @@ class ADMM(SplittingOfSum):
     """
 
     rho: float | None = None
-    """None takes ``sqrt(max(m, L/100) L)/n`` for each of n terms, their K divided by ``|K|`` (with
-    ``inverse`` the sum of ``|K|^2`` for n); without ``g`` 1; best is the size of a subgradient over
-    that of ``z``."""
-
-    def in_units(self, problem: Composite) -> Composite:
-        """With ``|K_i| = 1``: beside a large image the convergence of others is not seen."""
-        if self.rho is not None or problem.inverse is not None:
-            return problem
-        norms = [K.norm_upper() for _, K in problem.terms]
-        return replaced(problem, scales=tuple(k if 0.0 < k < math.inf else 1.0 for k in norms))
+    """None takes ``sqrt(max(m, L/100) L)/n`` with n terms, each K divided by ``|K|`` (with
+    ``inverse`` the sum of ``|K|^2`` for n, and K as it is); without ``g`` 1; best is the size of a
+    subgradient over that of ``z``."""
 
     def prepare(self, problem: Composite, z: Tensor) -> tuple[float, Tensor | None]:
         rho = self.rho
@@ -271,7 +277,7 @@ class ADMM(SplittingOfSum):
         (rho, factor), own = prepared, problem.has_prior
         held = [*(h for h, _ in problem.terms), *([problem.prior] if own else [])]
         parts = list(zip(held, (*problem.scales, 1.0), u, strict=False))
-        w = [_times(1.0 / k, h.prox(_times(k, s), k * k / rho)) for h, k, s in parts]
+        w = [_prox(h, k, s, 1.0 / rho) for h, k, s in parts]
         aim = [2.0 * a - s for a, s in zip(w, u, strict=True)]
         like = aim[-1] if own else problem.terms[0][1].adjoint(aim[0])
         rhs = rho * aim.pop() if own else torch.zeros_like(like)
@@ -324,7 +330,8 @@ class ChambollePock(SplittingOfSum):
     """``z+ = prox_{tau f}(z - tau (dg(z) + K'y))``, ``y+ = prox_{sigma h*}(y + sigma K(2z+ - z))``.
 
     The primal-dual method of Chambolle and Pock, with the gradient of a smooth part (Condat, Vu).
-    No linear system. It converges for ``tau (L/2 + sigma sum |K|^2) <= 1``.
+    No linear system. It converges for ``tau (L/2 + sigma sum |K|^2) <= 1``. Where neither step is
+    given each K is divided by ``|K|``.
     """
 
     tau: float | None = None
@@ -360,10 +367,11 @@ class ChambollePock(SplittingOfSum):
         new = problem.prior.prox(z - tau * force, tau)
         found = []
         images = problem.images(2.0 * new - z)
-        for (h, _), dual, image in zip(problem.terms, y, images, strict=True):
+        for (h, _), k, dual, image in zip(problem.terms, problem.scales, y, images, strict=True):
             v = dual / sigma + image
-            found.append(sigma * (v - h.prox(v, 1.0 / sigma)))  # Moreau's identity
-        return (new, *(math.sqrt(tau / sigma) * t for t in found)), new, found
+            found.append(sigma * (v - _prox(h, k, v, 1.0 / sigma)))  # Moreau's identity
+        duals = [_times(1.0 / k, t) for k, t in zip(problem.scales, found, strict=True)]
+        return (new, *(math.sqrt(tau / sigma) * t for t in found)), new, duals
 
 
 def split(
@@ -408,9 +416,8 @@ def split(
     steps = ", ".join(f"{step:.4g}" for step in prepared if isinstance(step, float))
     reason = f"{type(way).__name__} with the steps {steps}"
     done = dataclasses.replace(found, value=z, choice=reason, aux=None)
-    given = [name for name in _STEPS if getattr(way, name, None) is not None]
-    if (given or problem.inverse is not None) and host_may_read(z):
-        done = _checked(problem, done, y, way, given, throw=throw)
+    if inner is problem and host_may_read(z):
+        done = _checked(problem, done, y, way, throw=throw)
     return done, y
 
 
@@ -419,8 +426,7 @@ def _checked(
     problem: Composite,
     done: Solution[Tensor],
     y: Sequence[Tensor],
-    way: Any,
-    given: Sequence[str],
+    way: SplittingOfSum,
     *,
     throw: bool,
 ) -> Solution[Tensor]:
@@ -436,8 +442,8 @@ def _checked(
     result = torch.where(far, int(Result.stagnated), done.result).to(done.result.dtype)
     done = dataclasses.replace(done, result=result)
     advice = "give rho, or terms whose operators have norms near 1"
-    if given:
-        advice = f"leave out {', '.join(given)}, or give a value nearer to the default"
+    if way.given():
+        advice = f"leave out {', '.join(way.given())}, or give a value nearer to the default"
     message = (
         f"{type(way).__name__} did not converge for all samples: {int(far.sum())} of {len(far)} "
         f"samples stagnated (they hardly move by {done.choice}, and are not optimal: {advice})."
