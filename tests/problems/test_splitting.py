@@ -181,6 +181,20 @@ def test_an_operator_in_other_units_has_the_same_minimizer(scale: float) -> None
     assert bool(((off < 2e-5) | ~found.converged).all())
 
 
+@pytest.mark.parametrize("solver", [eq.ADMM(), eq.ChambollePock()], ids=["admm", "cp"])
+def test_without_a_smooth_part_nothing_is_called_converged_that_is_not(
+    solver: SplittingOfSum,
+) -> None:
+    """The default steps do not know that z is 10⁶ times a subgradient."""
+    b = 1e6 * X[:, :2]
+    problem = eq.Composite(eq.SoftThreshold(1e-3), [(eq.Box(b, b), A[:2])])
+    with pytest.warns(ConvergenceWarning):
+        found = eq.minimize(problem, solver=solver)
+    off = (found.value / 1e6 - torch.from_numpy(wanted("pursuit"))).abs().amax(1)
+    assert bool((off > 1e-2).any())
+    assert bool(((off < 1e-5) | ~found.converged).all())
+
+
 @settings(max_examples=5, deadline=None)
 @given(st.integers(0, 10**6), st.floats(0.05, 2.0))
 def test_the_bound_of_a_certificate_holds(seed: int, level: float) -> None:

@@ -416,7 +416,7 @@ def split(
     steps = ", ".join(f"{step:.4g}" for step in prepared if isinstance(step, float))
     reason = f"{type(way).__name__} with the steps {steps}"
     done = dataclasses.replace(found, value=z, choice=reason, aux=None)
-    if inner is problem and host_may_read(z):
+    if (inner is problem or problem.smooth is None) and host_may_read(z):
         done = _checked(problem, done, y, way, throw=throw)
     return done, y
 
@@ -430,7 +430,8 @@ def _checked(
     *,
     throw: bool,
 ) -> Solution[Tensor]:
-    """Steps of the user's may hardly move a state far from the minimum: there it has not converged.
+    """Steps of the user's, and those of a problem without a smooth part, which do not know its
+    scale, may hardly move a state far from the minimum: there it has not converged.
 
     What they leave is measured without them, by a step as long as z and its image are large.
     """
@@ -441,7 +442,8 @@ def _checked(
         return done
     result = torch.where(far, int(Result.stagnated), done.result).to(done.result.dtype)
     done = dataclasses.replace(done, result=result)
-    advice = "give rho, or terms whose operators have norms near 1"
+    own = ", ".join(f.name for f in dataclasses.fields(way) if f.name in _STEPS)
+    advice = f"give {own} by the scale of z and of a subgradient"
     if way.given():
         advice = f"leave out {', '.join(way.given())}, or give a value nearer to the default"
     message = (
