@@ -795,6 +795,9 @@ class AdjointContract:
         value = self.solve(self.base.fn, self.base.start, (weight, x)).value
         loss = (weights * value.mul_(2.0).sub_(1.0)).sum()
         assert_close(torch.autograd.grad(loss, (weight, x)), wanted)
+        lost = quiet(lambda: self.solve(self.base.fn, self.base.start, (weight, NAN * x)).value)
+        (none,) = torch.autograd.grad(lost.mul_(2.0).sum(), weight)
+        assert torch.equal(none, torch.zeros_like(weight))
 
     def test_a_batch_of_gradients_is_right_or_an_error_that_says_what_to_do(self) -> None:
         """is_grads_batched, and vmap of the pullback of a recorded solve."""

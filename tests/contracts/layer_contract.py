@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 import equilibria as eq
 from equilibria.engine.solver import Solver
-from equilibria.nn import EquilibriumLayer
+from equilibria.nn import EquilibriumLayer, WeightNormalized
 from equilibria.solvers import ProximalGradient
 from tests.contracts.problems import as_on_a_gpu, quietly
 
@@ -436,6 +436,21 @@ class BoundedLayerContract(LayerContract):
         monkeypatch.setattr(ConvOperator, "norm_upper", dear)
         solution = self.made().solve(self.drawn())
         assert solution.choice != ""
+
+    @pytest.mark.parametrize("options", [{}, {"constraint": WeightNormalized()}])
+    def test_gradients_a_sample_by_torch_func(self, options: dict[str, Any]) -> None:
+        """By the solver that the layer chooses, from its constraint or from the proven norms."""
+        layer, x = self.made(**options).double().eval(), self.drawn().double()
+        layer(x).square().sum().backward()
+
+        def loss(weights: dict[str, Tensor], one: Tensor) -> Tensor:
+            return functional_call(layer, weights, (one[None],)).square().sum()
+
+        weights = {name: p.detach() for name, p in layer.named_parameters()}
+        each = torch.vmap(torch.func.grad(loss), in_dims=(None, 0))(weights, x)
+        for name, p in layer.named_parameters():
+            scale = float(p.grad.abs().max())
+            torch.testing.assert_close(each[name].sum(0), p.grad, rtol=0, atol=1e-6 * scale)
 
     def test_proximal_gradient_finds_the_same_answer(self) -> None:
         x = self.drawn().double()

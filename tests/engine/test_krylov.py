@@ -461,6 +461,24 @@ def test_gradients_of_a_nonsymmetric_system() -> None:
         torch.testing.assert_close(left, right, rtol=1e-9, atol=1e-11)
 
 
+@both
+@pytest.mark.parametrize("size", [1e-30, 1e-6, 1e25])
+def test_the_size_of_the_matrix_does_not_matter(solver: LinearSolver, size: float) -> None:
+    """Of x + b − Ax rounding leaves little of a small A. One sample has b = 0."""
+    matrix, weights = positive(3, 5, 0), randn(3, 5, seed=1).float()
+    matrix.requires_grad_()
+    b = (randn(3, 5, seed=2) * torch.tensor([[1.0], [0.0], [1.0]])).float().requires_grad_()
+    expected = torch.linalg.solve(matrix, b.double().unsqueeze(-1)).squeeze(-1)
+    wanted = torch.autograd.grad((expected * weights).sum(), (b, matrix))
+    held = (size * matrix.detach()).float().requires_grad_()
+    found = eq.linear_solve(times(held), b, solver=solver)
+    assert found.converged.all()
+    torch.testing.assert_close((size * found.value.double()), expected, rtol=0, atol=1e-3)
+    slope_b, slope = torch.autograd.grad((size * found.value * weights).sum(), (b, held))
+    torch.testing.assert_close(slope_b, wanted[0], rtol=0, atol=1e-3)
+    torch.testing.assert_close(size * slope.double(), wanted[1], rtol=0, atol=1e-2)
+
+
 # ---------------------------------------------------------------------- options and bad input
 
 

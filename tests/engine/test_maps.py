@@ -30,13 +30,15 @@ BAD_OUTPUTS = [
     (lambda z: 0.0, TypeError, "returned a float"),
     (lambda z: z.long(), TypeError, "returned dtype torch.int64 for a state of torch.float32"),
     (lambda z: z.to("meta"), ValueError, "returned device meta for a state on cpu"),
+    (lambda z: torch.cos(z.mul_(1.0)), RuntimeError, "changes its argument z in place"),
 ]
 
 
 @pytest.mark.parametrize(("fn", "kind", "message"), BAD_OUTPUTS)
 def test_wrong_answers_say_what_differs(fn: Any, kind: type, message: str) -> None:
-    with pytest.raises(kind, match=message):
-        eq.fixed_point(fn, Z)
+    for adjoint in (eq.Implicit(), eq.Unrolled(), eq.OneStep()):
+        with pytest.raises(kind, match=message):
+            eq.fixed_point(fn, Z, adjoint=adjoint)
     with pytest.raises(kind, match=message):
         eq.linear_solve(fn, Z + 1)
 

@@ -346,6 +346,10 @@ def test_errors_say_what_to_do() -> None:
         eq.Smooth(squares, x, bounds=(2.0, 1.0))
     with pytest.raises(ValueError, match="one positive number"):
         eq.LeastSquares(None, x, weight=0.0)
+    for size in (1e-30, 1e30):  # its square is 0 or infinite, and so was the step
+        steep = eq.LeastSquares(size * torch.eye(x.shape[1]), x.float())
+        with pytest.raises(ValueError, match=r"\|A\|² is beyond float32"):
+            eq.minimize(eq.Problem(eq.Free(), smooth=steep))
 
 
 def test_bad_samples_harm_no_other_and_finished_ones_are_dropped() -> None:

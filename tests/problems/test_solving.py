@@ -125,3 +125,21 @@ def test_vmap_over_weights_whose_norm_is_needed_says_what_to_do() -> None:
     found = torch.vmap(partial(solve, solver=eq.Anderson(rtol=1e-12)))(weights)
     wanted = torch.stack([solve(W, solver=eq.Anderson(rtol=1e-12)) for W in weights])
     torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("kind", ["sigmoid", "estimated"])
+def test_transforms_where_bounds_differ_from_sample_to_sample(kind: str) -> None:
+    torch.manual_seed(0)
+    W, c = 0.3 * torch.randn(2, 4, dtype=torch.float64), 0.3 * torch.randn(2, 3, 4).double()
+
+    def fit(z: Tensor, x: Tensor) -> Tensor:
+        return (z - x).square().sum(1) + 0.1 * z.cos().sum(1)
+
+    def solve(c: Tensor) -> Tensor:
+        own = {"coupling": eq.Sigmoidal(W, c)} if kind == "sigmoid" else {"smooth": fit, "x": c}
+        return eq.minimize(eq.Problem(eq.NonNegative(), **own)).value
+
+    alone = torch.stack([solve(x) for x in c])
+    torch.testing.assert_close(torch.vmap(solve)(c), alone, rtol=1e-7, atol=1e-9)
+    wanted = torch.autograd.functional.jacobian(solve, c[0])
+    torch.testing.assert_close(torch.func.jacfwd(solve)(c[0]), wanted, rtol=1e-6, atol=1e-8)

@@ -19,6 +19,7 @@ from torch.autograd import gradcheck
 
 import equilibria as eq
 from equilibria.certify import GapCertificate, Guarantee
+from equilibria.engine.result import ConvergenceWarning
 from equilibria.problems import DifferenceOperator
 from equilibria.problems.splitting import SplittingOfSum
 from tests.optional import optional
@@ -157,6 +158,41 @@ def test_an_objective_in_other_units_has_the_same_minimizer(
         return solution.value
 
     torch.testing.assert_close(solved(scale), solved(1.0), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("scale", [1e-10, 1e4])
+def test_an_operator_in_other_units_has_the_same_minimizer(scale: float) -> None:
+    """Beside Kz or z, whichever is larger, the other does not count in the norm of the state."""
+    terms = [(eq.SoftThreshold(0.4 / scale), scale * D), (eq.SoftThreshold(0.2), None)]
+    want = torch.from_numpy(wanted("fused"))
+    for solver in (eq.ADMM(), eq.ChambollePock()):
+        found = eq.minimize(eq.Composite(eq.NonNegative(), terms, fit()), solver=solver)
+        assert found.result.tolist() == [0, 0]
+        torch.testing.assert_close(found.value, want, rtol=0, atol=2e-5)
+
+    def inverse(rhs: Tensor, rho: float) -> Tensor:
+        gram = A.mT @ A + rho * (scale**2 * D.mT @ D + 2.0 * torch.eye(5, dtype=A.dtype))
+        return torch.linalg.solve(gram, rhs.mT).mT
+
+    # With an inverse of the user's there is one rho for all terms.
+    with pytest.warns(ConvergenceWarning):
+        found = eq.minimize(eq.Composite(eq.NonNegative(), terms, fit(), inverse=inverse))
+    off = (found.value - want).abs().amax(1)
+    assert bool(((off < 2e-5) | ~found.converged).all())
+
+
+@pytest.mark.parametrize("solver", [eq.ADMM(), eq.ChambollePock()], ids=["admm", "cp"])
+def test_without_a_smooth_part_nothing_is_called_converged_that_is_not(
+    solver: SplittingOfSum,
+) -> None:
+    """The default steps do not know that z is 10⁶ times a subgradient."""
+    b = 1e6 * X[:, :2]
+    problem = eq.Composite(eq.SoftThreshold(1e-3), [(eq.Box(b, b), A[:2])])
+    with pytest.warns(ConvergenceWarning):
+        found = eq.minimize(problem, solver=solver)
+    off = (found.value / 1e6 - torch.from_numpy(wanted("pursuit"))).abs().amax(1)
+    assert bool((off > 1e-2).any())
+    assert bool(((off < 1e-5) | ~found.converged).all())
 
 
 @settings(max_examples=5, deadline=None)

@@ -94,7 +94,8 @@ def solve_functional(
     problem = _Problem(explicit, len(z0), how, solver, callback)
     out = _SolveFunction.apply(problem, *z0, *sources)
     problem.constants.append(Constants(fn, closure))
-    value, (code, steps, residual, relative) = list(out[: len(z0)]), out[len(z0) :]
+    # Copies: the caller may write into them, a backward pass reads z*.
+    value, (code, steps, residual, relative) = [x.clone() for x in out[: len(z0)]], out[len(z0) :]
     evaluations, syncs = problem.counted
     numbers = code, steps, residual, relative, evaluations, syncs
     return Iterated(value, *numbers, coupled=how.coupled, backward=how.stats)

@@ -533,7 +533,7 @@ class _Zero(torch.autograd.Function):
     def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.count = count
         ctx.save_for_backward(*tensors[count:])
-        return tuple(t.view_as(t) for t in tensors[:count])
+        return tuple(t.clone() for t in tensors[:count])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:

@@ -26,7 +26,18 @@ from equilibria.engine.options import options
 from equilibria.engine.result import BackwardStats, Iterated
 from equilibria.engine.solver import Solver, SolverOptions
 from equilibria.engine.transforms import outside_compile, transforms_active
-from equilibria.engine.tree import Leaves, join_samples, keep_samples, part_samples, subtract
+from equilibria.engine.tree import (
+    Leaves,
+    add,
+    join_samples,
+    keep_samples,
+    part_samples,
+    power_of_two,
+    sample_norm,
+    scale_samples,
+    subtract,
+    without_graph,
+)
 
 from .backward import note_backward, refuse_batches, solve_adjoint
 from .functional import Backward, Explicit, backward_functional, make_explicit, solve_functional
@@ -213,14 +224,18 @@ def attach(fn: Map, z: Leaves, graph: Evaluation, rule: Rule) -> Leaves:
     if not graph.sources:
         return z
     explicit = make_explicit(fn, graph.sources, graph.closure.modules, all_used=True)
-    return list(_ImplicitFunction.apply(explicit, graph, rule, len(z), *z, *graph.sources))
+    found = _ImplicitFunction.apply(explicit, graph, rule, len(z), *z, *graph.sources)
+    return [x.clone() for x in found]  # the caller may write into them, a backward pass reads z*
 
 
 def attach_linear(product: Map, b: Leaves, done: Iterated, solver: LinearSolver) -> Leaves:
     """The answer x = A⁻¹b of a solve, differentiable in b and what A captures."""
+    size = (sample_norm(without_graph(b)) / sample_norm(done.value)).nan_to_num(0.0, 0.0)
+    inverse = 1.0 / power_of_two(torch.where(size > 0, size, size.amax()))
 
     def richardson(state: Any, right: Any) -> Any:
-        return tuple(p + q - r for p, q, r in zip(state, right, product(list(state)), strict=True))
+        # x + (b − Ax)/‖A‖, about: of x + b − Ax rounding would leave nothing of a small A.
+        return tuple(add(state, scale_samples(inverse, subtract(right, product(list(state))))))
 
     spec = pytree.tree_structure(tuple(b))
     rule = SolveRule(solver=solver, stats=done.backward, coupled=done.coupled)
@@ -236,8 +251,7 @@ class _ImplicitFunction(torch.autograd.Function):
         ctx: Any, explicit: Explicit, graph: Evaluation, rule: Rule, count: int, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.explicit, ctx.graph, ctx.rule = explicit, graph, rule
-        # Their own memory: the caller may write into them, the graph of T(z*) holds z*.
-        outputs = tuple(t.clone() for t in tensors[:count])
+        outputs = tuple(t.view_as(t) for t in tensors[:count])
         # Sources are saved so that autograd notices when one is changed before a second order.
         ctx.save_for_backward(*outputs, *tensors[count:])
         return outputs

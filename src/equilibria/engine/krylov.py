@@ -349,7 +349,7 @@ class _Cycle:
         w, column = orthogonalized(self.matvec(self.vector), self.basis)
         length = sample_norm(w)
         # A direction that is rounding noise beside the column is a breakdown: the space is full.
-        eps, size = torch.finfo(length.dtype).eps, torch.linalg.vector_norm(column, dim=1)
+        eps, size = torch.finfo(length.dtype).eps, sample_norm([column])
         length = torch.where(length > 100 * eps * size, length, 0.0)
         self.broken = self.broken | ((length == 0) & ~self.done)
         self.size += 1

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from .transforms import version
 from .tree import (
     Leaves,
     TreeSpec,
@@ -78,6 +79,7 @@ class Map:
 
     def __call__(self, z: Leaves) -> Leaves:
         self.evaluations += 1
+        before = None if self._checked else _versions(z)
         if self._single:
             out = self.fn(z[0], *self.args)
             if self._checked and out.dtype == z[0].dtype:
@@ -91,6 +93,11 @@ class Map:
                     f"the map must return the structure of z0, {self.spec}, but returned {spec}."
                 )
         if not self._checked:
+            if _versions(z) != before:
+                raise RuntimeError(
+                    "the map changes its argument z in place, which the solver still needs: write "
+                    "z = z + x for z += x, and take nn.ReLU() without inplace=True."
+                )
             self._check(z, found)
         return [f if f.dtype == x.dtype else f.to(x.dtype) for f, x in zip(found, z, strict=True)]
 
@@ -219,6 +226,11 @@ class Map:
             size = sample_norm([torch.where(finite, a, 0)])
             if bool((gap > 100 * torch.finfo(a.dtype).eps ** 0.75 * size).any()):
                 raise ValueError(_NOT_SEPARABLE)
+
+
+def _versions(z: Leaves) -> list[int]:
+    """How often each leaf was changed in place; a compiler does not count."""
+    return [] if torch.compiler.is_compiling() else [version(x) for x in z]
 
 
 _NOT_SEPARABLE = (

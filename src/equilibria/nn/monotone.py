@@ -290,7 +290,7 @@ class MonotoneDEQ(FeatureLayer, MapLayer):
         start = self.start(x, c) if z0 is None else z0
         self.check_state(start, x)
         for part in [start] if self.tiers == 1 else start:
-            check_dtype(self.U.weight, part)  # type: ignore[arg-type]
+            check_dtype(c, part)
         return self.inclusion(x), start if self.tiers == 1 else tuple(start), c
 
     def bounds(self) -> tuple[float, float]:

@@ -188,8 +188,9 @@ def _derivative(fn: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:
 @torch.no_grad()
 def ritz_ends(q: Coupling, z: Tensor) -> tuple[Tensor, Tensor]:
     """Numbers inside of the spectrum of the Hessian at z, near its ends. ``[B]`` each."""
-    source = torch.Generator().manual_seed(0)
-    start = torch.randn(z.shape[1:], generator=source, dtype=torch.float64).to(z).expand_as(z)
+    # As good as random, which vmap refuses.
+    place = torch.arange(1, 1 + math.prod(z.shape[1:]), dtype=torch.float64)
+    start = (43758.5453 * (12.9898 * place).sin()).frac().view(z.shape[1:]).to(z).expand_as(z)
     high = top_ritz(lambda v: q.hvp(z, v), start, steps=_RITZ)
     return -top_ritz(lambda v: -q.hvp(z, v), start, steps=_RITZ), high
 
@@ -228,7 +229,13 @@ class LeastSquares(ImageCoupling):
     def curvature(self) -> Curvature:
         w, most = _float(self.weight), self.norm_upper()
         least = self._once("least", self.operator.norm_lower)
-        low, high = w * least**2 * (1.0 - 4 * UNIT), w * most**2 * (1.0 + 4 * UNIT)
+        low, high = w * least * least * (1.0 - 4 * UNIT), w * most * most * (1.0 + 4 * UNIT)
+        info = torch.finfo(at_least_float32(self.c).dtype)
+        if 0.0 < most < math.inf and not info.tiny <= high <= info.max:
+            raise ValueError(
+                f"LeastSquares: weight·|A|² is beyond {info.dtype} for |A| = {most:.3g} and the "
+                f"weight {w:.3g}. Scale A and the data, or use float64."
+            )
         return Curvature(low, high, True, "every z: the Hessian is weight AᵀA")
 
     def hessian_lipschitz(self) -> float:

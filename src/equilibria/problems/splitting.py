@@ -30,6 +30,7 @@ from equilibria.entry import TrajectoryCallback, fixed_point
 from equilibria.problems.kernels import Coupling, Curvature, SumCoupling, inner
 from equilibria.problems.objective import LeastSquares
 from equilibria.problems.operators import IdentityOperator, Weights, as_operator
+from equilibria.problems.parts import replaced
 from equilibria.problems.priors import Free, Prior
 from equilibria.problems.problem import HiddenProblem
 from equilibria.solvers import Auto
@@ -42,6 +43,15 @@ Advanced = tuple[State, Tensor, list[Tensor]]
 _STEPS = ("rho", "gamma", "tau", "sigma")
 _DENSE = 2048  # largest state of which ADMM inverts a matrix
 _ADJOINT = Implicit(solver=GMRES(restart=60, max_steps=2000))  # J may have eigenvalues near 1
+
+
+def _times(factor: float, t: Tensor) -> Tensor:
+    return t if factor == 1.0 else factor * t
+
+
+def _prox(h: Prior, k: float, v: Tensor, tau: float) -> Tensor:
+    """``prox`` of ``v -> h(kv)``."""
+    return _times(1.0 / k, h.prox(_times(k, v), k * k * tau))
 
 
 class Composite(HiddenProblem):
@@ -57,6 +67,8 @@ class Composite(HiddenProblem):
     """
 
     parameters = ("prior", "terms", "smooth")
+    scales: tuple[float, ...]
+    """What each ``K_i`` is divided by in ``images`` and ``pull``: 1 but inside of a solve."""
 
     def __init__(
         self,
@@ -69,6 +81,7 @@ class Composite(HiddenProblem):
         identity = IdentityOperator(torch.empty(0))
         self.terms = tuple((h, identity if K is None else as_operator(K)) for h, K in terms)
         self.prior, self.smooth, self.inverse = prior, smooth, inverse
+        self.scales = (1.0,) * len(self.terms)
         held: list[tuple[Any, Any]] = [(f, Prior) for f in (prior, *(h for h, _ in self.terms))]
         held.append((smooth, Coupling | None))
         wrong = [type(part).__name__ for part, kind in held if not isinstance(part, kind)]
@@ -92,13 +105,13 @@ class Composite(HiddenProblem):
 
     def images(self, z: Tensor) -> list[Tensor]:
         """``K_i z``."""
-        return [K(z) for _, K in self.terms]
+        return [_times(1.0 / k, K(z)) for (_, K), k in zip(self.terms, self.scales, strict=True)]
 
     def pull(self, y: Sequence[Tensor], z: Tensor) -> Tensor:
         """``sum_i K_i' y_i``, shaped as ``z``."""
         total = torch.zeros_like(z)
-        for (_, K), part in zip(self.terms, y, strict=True):
-            total = total + K.adjoint(part, z.shape[1:])
+        for (_, K), k, part in zip(self.terms, self.scales, y, strict=True):
+            total = total + K.adjoint(_times(1.0 / k, part), z.shape[1:])
         return total
 
     def sizes(self) -> tuple[float, float, float]:
@@ -107,7 +120,9 @@ class Composite(HiddenProblem):
         ends = bounds.lower, bounds.upper
         m, high = (float(t.max()) if isinstance(t, Tensor) else float(t) for t in ends)
         middle = math.sqrt(max(m, 0.01 * high) * high) if high > 0 else 1.0
-        return middle, high, float(sum(K.norm_upper() ** 2 for _, K in self.terms))
+        pairs = zip(self.terms, self.scales, strict=True)
+        norms = [K.norm_upper() if k == 1.0 else 1.0 for (_, K), k in pairs]
+        return middle, high, float(sum(norm * norm for norm in norms))
 
     def objective(self, z: Tensor) -> Tensor:
         total = self.prior.sample_value(z)
@@ -201,6 +216,18 @@ class SplittingOfSum(SolverOptions):
         for name in {*_STEPS} & {f.name for f in dataclasses.fields(self)}:
             check_number(self, name, low=0.0, low_open=True, optional=True)
 
+    def given(self) -> list[str]:
+        """The steps that are the user's."""
+        return [name for name in _STEPS if getattr(self, name, None) is not None]
+
+    def in_units(self, problem: Composite) -> Composite:
+        """With ``|K_i| = 1``: beside a large image the convergence of others is not seen. Steps and
+        an inverse of the user's are for the problem as it is."""
+        if self.given() or problem.inverse is not None:
+            return problem
+        norms = [K.norm_upper() for _, K in problem.terms]
+        return replaced(problem, scales=tuple(k if 0.0 < k < math.inf else 1.0 for k in norms))
+
     @abstractmethod
     def prepare(self, problem: Composite, z: Tensor) -> Any:
         """What is computed once a solve, without gradients: steps, checked, and a factor."""
@@ -230,8 +257,9 @@ class ADMM(SplittingOfSum):
     """
 
     rho: float | None = None
-    """None takes ``sqrt(max(m, L/100) L)/sum |K|^2``; without ``g`` 1; best is the size
-    of a subgradient over that of ``z``."""
+    """None takes ``sqrt(max(m, L/100) L)/n`` with n terms, each K divided by ``|K|`` (with
+    ``inverse`` the sum of ``|K|^2`` for n, and K as it is); without ``g`` 1; best is the size of a
+    subgradient over that of ``z``."""
 
     def prepare(self, problem: Composite, z: Tensor) -> tuple[float, Tensor | None]:
         rho = self.rho
@@ -247,15 +275,16 @@ class ADMM(SplittingOfSum):
 
     def advance(self, problem: Composite, u: State, prepared: Any) -> Advanced:
         (rho, factor), own = prepared, problem.has_prior
-        priors = [*(h for h, _ in problem.terms), *([problem.prior] if own else [])]
-        w = [h.prox(s, 1.0 / rho) for h, s in zip(priors, u, strict=True)]
+        held = [*(h for h, _ in problem.terms), *([problem.prior] if own else [])]
+        parts = list(zip(held, (*problem.scales, 1.0), u, strict=False))
+        w = [_prox(h, k, s, 1.0 / rho) for h, k, s in parts]
         aim = [2.0 * a - s for a, s in zip(w, u, strict=True)]
         like = aim[-1] if own else problem.terms[0][1].adjoint(aim[0])
         rhs = rho * aim.pop() if own else torch.zeros_like(like)
         rhs = rhs + rho * problem.pull(aim, like) - problem.gradient(torch.zeros_like(like))
         z = problem.solve(rhs, rho, factor)
         new = tuple(s + b - a for a, b, s in zip(w, self.start(problem, z), u, strict=True))
-        y = [rho * (s - a) for a, s in zip(w, u, strict=True)]
+        y = [rho / k * (s - a) for a, (_, k, s) in zip(w, parts, strict=True)]
         return (new, w[-1], y[:-1]) if own else (new, z, y)
 
 
@@ -301,7 +330,8 @@ class ChambollePock(SplittingOfSum):
     """``z+ = prox_{tau f}(z - tau (dg(z) + K'y))``, ``y+ = prox_{sigma h*}(y + sigma K(2z+ - z))``.
 
     The primal-dual method of Chambolle and Pock, with the gradient of a smooth part (Condat, Vu).
-    No linear system. It converges for ``tau (L/2 + sigma sum |K|^2) <= 1``.
+    No linear system. It converges for ``tau (L/2 + sigma sum |K|^2) <= 1``. Where neither step is
+    given each K is divided by ``|K|``.
     """
 
     tau: float | None = None
@@ -337,10 +367,11 @@ class ChambollePock(SplittingOfSum):
         new = problem.prior.prox(z - tau * force, tau)
         found = []
         images = problem.images(2.0 * new - z)
-        for (h, _), dual, image in zip(problem.terms, y, images, strict=True):
+        for (h, _), k, dual, image in zip(problem.terms, problem.scales, y, images, strict=True):
             v = dual / sigma + image
-            found.append(sigma * (v - h.prox(v, 1.0 / sigma)))  # Moreau's identity
-        return (new, *(math.sqrt(tau / sigma) * t for t in found)), new, found
+            found.append(sigma * (v - _prox(h, k, v, 1.0 / sigma)))  # Moreau's identity
+        duals = [_times(1.0 / k, t) for k, t in zip(problem.scales, found, strict=True)]
+        return (new, *(math.sqrt(tau / sigma) * t for t in found)), new, duals
 
 
 def split(
@@ -363,17 +394,18 @@ def split(
             f"solver got {solver!r}; a Composite takes ADMM(...), DouglasRachford(...), "
             "ChambollePock(...) or Auto(), as it has no single prox."
         )
-    chosen, prepared = way, way.prepare(problem, z0)
+    chosen, inner = way, way.in_units(problem)
+    prepared = way.prepare(inner, z0)
     shared = {field.name: getattr(way, field.name) for field in dataclasses.fields(SolverOptions)}
 
     def step(u: State, *given: Any) -> tuple[State, Any]:
-        new, z, y = chosen.advance(problem.with_inputs(*given), u, prepared)
+        new, z, y = chosen.advance(inner.with_inputs(*given), u, prepared)
         return new, (z, y)
 
     found = fixed_point(
         step,
-        way.start(problem, z0),
-        problem.inputs(),
+        way.start(inner, z0),
+        inner.inputs(),
         solver=Guarded(**shared),
         adjoint=_ADJOINT if adjoint is None or adjoint == Implicit() else adjoint,
         throw=throw,
@@ -384,16 +416,22 @@ def split(
     steps = ", ".join(f"{step:.4g}" for step in prepared if isinstance(step, float))
     reason = f"{type(way).__name__} with the steps {steps}"
     done = dataclasses.replace(found, value=z, choice=reason, aux=None)
-    if any(getattr(way, name, None) is not None for name in _STEPS) and host_may_read(z):
+    if (inner is problem or problem.smooth is None) and host_may_read(z):
         done = _checked(problem, done, y, way, throw=throw)
     return done, y
 
 
 @torch.no_grad()
 def _checked(
-    problem: Composite, done: Solution[Tensor], y: Sequence[Tensor], way: Any, *, throw: bool
+    problem: Composite,
+    done: Solution[Tensor],
+    y: Sequence[Tensor],
+    way: SplittingOfSum,
+    *,
+    throw: bool,
 ) -> Solution[Tensor]:
-    """Steps of the user's may hardly move a state far from the minimum: there it has not converged.
+    """Steps of the user's, and those of a problem without a smooth part, which do not know its
+    scale, may hardly move a state far from the minimum: there it has not converged.
 
     What they leave is measured without them, by a step as long as z and its image are large.
     """
@@ -404,11 +442,13 @@ def _checked(
         return done
     result = torch.where(far, int(Result.stagnated), done.result).to(done.result.dtype)
     done = dataclasses.replace(done, result=result)
-    given = ", ".join(name for name in _STEPS if getattr(way, name, None) is not None)
+    own = ", ".join(f.name for f in dataclasses.fields(way) if f.name in _STEPS)
+    advice = f"give {own} by the scale of z and of a subgradient"
+    if way.given():
+        advice = f"leave out {', '.join(way.given())}, or give a value nearer to the default"
     message = (
         f"{type(way).__name__} did not converge for all samples: {int(far.sum())} of {len(far)} "
-        f"samples stagnated (they hardly move by {done.choice}, and are not optimal: leave out "
-        f"{given}, or give a value nearer to the default)."
+        f"samples stagnated (they hardly move by {done.choice}, and are not optimal: {advice})."
     )
     if throw:
         raise NotConvergedError(message, done)
@@ -425,7 +465,11 @@ def _distance(problem: Composite, z: Tensor, y: Sequence[Tensor]) -> Tensor:
         return found
 
     near = _subgradients(problem, z, y)
-    gap = sum((norm(image - w) for image, w, _ in near), torch.zeros_like(norm(z)))
+    pairs = zip(near, problem.terms, strict=True)
+    reach = norm(z)
+    gaps = [
+        norm(image - w) / (reach * (K.norm_upper() or math.inf)) for (image, w, _), (_, K) in pairs
+    ]
     slope, pulled = problem.gradient(z), problem.pull([dual for _, _, dual in near], z)
     size = norm(slope) + norm(pulled)
     unit = torch.where((size > 0) & (norm(z) > 0), norm(z) / size, 1.0)
@@ -435,8 +479,7 @@ def _distance(problem: Composite, z: Tensor, y: Sequence[Tensor]) -> Tensor:
     least = torch.maximum(low, torch.finfo(unit.dtype).eps ** 0.5 * high)
     at = per_sample(torch.minimum(unit, 1.0 / least), z)
     moved = norm(problem.prior.prox(z - at * (slope + pulled), at) - z)
-    whole = math.sqrt(problem.sizes()[2]) * norm(z)
-    ratios = moved / (unit * size), gap / whole
+    ratios = [moved / (unit * size), *gaps]
     return torch.stack([t.nan_to_num(0.0) for t in ratios]).amax(0)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from equilibria.engine.options import options
 from equilibria.engine.solver import Bounds, Choice, Solver, SolverOptions
+from equilibria.engine.transforms import functorch_active
 
 from .anderson import Anderson
 from .picard import Picard
@@ -52,7 +53,7 @@ def choose_solver(auto: Auto, bounds: Bounds) -> Choice:
     def descent(why: str) -> Choice:
         return momentum(auto, proximal_step(modulus, smoothness, accelerate=True), why)
 
-    if (m.ndim or upper.ndim) and bool(torch.isfinite(upper).all()):
+    if (m.ndim or upper.ndim) and (functorch_active() or bool(torch.isfinite(upper).all())):
         return descent("the bounds differ from sample to sample; a step for each")
     factor = float(torch.maximum((1.0 - m).abs(), (upper - 1.0).abs()).max())
     known = f"contraction factor at most {factor:.3g}"

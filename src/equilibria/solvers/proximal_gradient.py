@@ -10,6 +10,7 @@ from torch import Tensor
 
 from equilibria.engine.options import check_number, options
 from equilibria.engine.solver import Bounds, Choice, Point, Solver
+from equilibria.engine.transforms import functorch_active
 from equilibria.engine.tree import Leaves, add, sample_dot, scale_samples, subtract
 
 
@@ -91,7 +92,8 @@ def proximal_step(
     m = torch.as_tensor(modulus, dtype=torch.float64)
     upper = torch.as_tensor(smoothness, dtype=torch.float64)
     unknown = torch.isinf(upper) | (upper <= 0)
-    if bool(unknown.all()):
+    unread = functorch_active() and unknown.ndim  # vmap cannot read: the samples fail
+    if not unread and bool(unknown.all()):
         raise ValueError(
             "ProximalGradient needs a finite bound on the curvature of this problem and found "
             f"L = {float(upper.max()):g}. Give the step itself, ProximalGradient(tau=...), or "
