@@ -342,6 +342,29 @@ def test_linear_solve_with_an_operator_across_the_batch(
     torch.testing.assert_close(found[1], -torch.outer(u, wanted), rtol=1e-7, atol=1e-7)
 
 
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("scale", [1e-12, 1e-7, 1e12])
+def test_a_linear_operator_of_any_norm_across_the_batch(symmetric: bool, scale: float) -> None:
+    """Where A is small beside 1, x is large beside b: its rounding once hid the coupling."""
+    generator = torch.Generator().manual_seed(3)
+    noise = torch.randn(12, 12, generator=generator)
+    matrix = 0.6 * noise / torch.linalg.matrix_norm(noise, 2) + torch.eye(12)
+    matrix = scale * (matrix @ matrix.T if symmetric else matrix)
+    sizes = torch.tensor([1.0, 30.0, 1.0, 0.1])  # of the samples
+    b = (torch.randn(4, 3, generator=generator) * sizes[:, None]).requires_grad_()
+    leaf = matrix.clone().requires_grad_()
+    solver = eq.CG() if symmetric else eq.GMRES()
+    sol = eq.linear_solve(lambda v: (leaf @ v.flatten()).view_as(v), b, solver=solver)
+    assert sol.converged.all()
+    g = torch.randn(4, 3, generator=generator)
+    slope_b, slope = torch.autograd.grad((sol.value * g).sum(), (b, leaf))
+    dense, right = matrix.double(), b.detach().double().flatten()
+    x, u = torch.linalg.solve(dense, right), torch.linalg.solve(dense.T, g.double().flatten())
+    found = (sol.value.detach().flatten(), slope_b.flatten(), slope)
+    for ours, wanted in zip(found, (x, u, -torch.outer(u, x)), strict=True):
+        assert float((ours.double() - wanted).norm()) <= 1e-4 * float(wanted.norm())
+
+
 # ---------------------------------------------------------------------- transforms, second order
 
 

@@ -231,7 +231,9 @@ def attach(fn: Map, z: Leaves, graph: Evaluation, rule: Rule) -> Leaves:
 def attach_linear(product: Map, b: Leaves, done: Iterated, solver: LinearSolver) -> Leaves:
     """The answer x = A⁻¹b of a solve, differentiable in b and what A captures."""
     size = (sample_norm(without_graph(b)) / sample_norm(done.value)).nan_to_num(0.0, 0.0)
-    inverse = 1.0 / power_of_two(torch.where(size > 0, size, size.amax()))
+    # One for all that A couples: rows in units of their own would make it unsymmetric for CG.
+    own = (size > 0) & (not done.coupled)
+    inverse = 1.0 / power_of_two(torch.where(own, size, size.amax()))
 
     def richardson(state: Any, right: Any) -> Any:
         # x + (b − Ax)/‖A‖, about: of x + b − Ax rounding would leave nothing of a small A.

@@ -137,10 +137,9 @@ class _Check:
         self.product = self._apply(done.value)
         self.residual = sample_norm(subtract(right, self.product))
         self.relative = self.residual / norm.clamp_min(torch.finfo(norm.dtype).tiny)
-        # Twice the tolerance, because recursions round; and the rounding of x and Ax themselves.
+        # Twice the tolerance, because recursions round; and the rounding of b and Ax themselves.
         eps = max(torch.finfo(x.dtype).eps for x in done.value)
-        x = scale_samples(1.0 / scale, _wide(done.value))
-        self.allowed = 2 * target + 4 * eps * (sample_norm(x) + sample_norm(self.product))
+        self.allowed = 2 * target + 4 * eps * (norm + sample_norm(self.product))
         self.missed = ~(self.residual <= self.allowed)
         believed = self.missed & (done.result == int(Result.converged))
         self.syncs = done.syncs + 1
