@@ -1,42 +1,53 @@
-"""The stacks: equal to the measured benchmark network, twins that differ in the layer alone."""
+"""The stacks: equal to their formula, twins that differ in the layer alone."""
 
 from __future__ import annotations
 
-import runpy
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import equilibria as eq
 from equilibria import models
 from equilibria.models.stacks import Block, ExplicitPair
 from tests.models.small import laid_out
 
-BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "geq_cifar.py"
 
+def test_a_stack_of_geq_layers_is_its_formula() -> None:
+    # z ← relu((1 − τ)z + τWᵀ unpatch(exp(−γ‖rᵢW_h‖²) rᵢW_hW_hᵀ)), r = c − Wz, from z = 0.
+    torch.manual_seed(5)
+    options: Any = {"widths": (8, 16), "depth": 1, "hidden": 12, "image_size": 8}
+    model: Any = models.create("geq_stack_cifar_3m", **options).double().eval()
+    x = torch.randn(2, 3, 8, 8, dtype=torch.float64)
 
-@pytest.mark.slow
-def test_cifar_3m_is_the_benchmarks_network_to_the_bit() -> None:
-    # Same seed, same order of construction: the weights are the same numbers, not just shapes.
-    torch.manual_seed(5)
-    model = models.create(
-        "geq_stack_cifar_3m",
-        bias=True,  # as it was measured, with the first recipe's steps
-        solver=eq.Picard(rtol=0.0, atol=0.0, max_steps=4, damping=0.8),
-        adjoint=eq.Phantom(steps=3, damping=0.8),
-    )
-    network = runpy.run_path(str(BENCHMARK))["network"]
-    torch.manual_seed(5)
-    measured = network(bound=1.2, steps=4, phantom=3)
-    pairs = zip(model.state_dict().items(), measured.state_dict().items(), strict=True)
-    for (name, mine), (other, theirs) in pairs:
-        assert name.split(".")[-1] == other.split(".")[-1]
-        assert torch.equal(mine, theirs), name
-    assert models.count_parameters(model) == 2_788_298
-    x = torch.randn(2, 3, 32, 32)
-    assert torch.equal(model(x), measured(x))
+    def message(r: Tensor, W_h: Tensor, gamma: Tensor | None) -> tuple[Tensor, Tensor]:
+        b, c, h, w = r.shape
+        cut = r.view(b, c // 8, 8, h // 2, 2, w // 2, 2)
+        rows = cut.permute(0, 1, 3, 5, 2, 4, 6).reshape(b, -1, 32)
+        energy = (rows @ W_h).square().sum(-1, keepdim=True)
+        gamma = 0.2 / energy.mean(1, keepdim=True) if gamma is None else gamma
+        out = (-gamma * energy).exp() * (rows @ W_h @ W_h.mT)
+        out = out.view(b, c // 8, h // 2, w // 2, 8, 2, 2).permute(0, 1, 4, 2, 5, 3, 6)
+        return out.reshape(r.shape), gamma
+
+    y = F.conv2d(x, model.stem.weight, padding=1)
+    for block in model.stages:
+        if not isinstance(block, Block):
+            y = F.avg_pool2d(y, 2)
+            continue
+        layer: Any = block.layer
+        W, W_h = layer.W.weight, layer.W_h.weight
+        c = F.conv2d(y / (1.0 + block.norm.eps) ** 0.5, layer.U.weight, padding=1)
+        z, gamma = torch.zeros_like(c), message(c, W_h, None)[1]
+        for _ in range(3):
+            r = c - F.conv2d(z, W, padding=1)
+            pulled = F.conv_transpose2d(message(r, W_h, gamma)[0], W, padding=1)
+            z = (0.2 * z + 0.8 * pulled).clamp_min(0)
+        y = (y if isinstance(block.skip, nn.Identity) else block.skip(y)) + z
+    expected = F.relu(y / (1.0 + model.head[0].eps) ** 0.5).mean((2, 3)) @ model.head[4].weight.mT
+    torch.testing.assert_close(model.logits(x), expected + model.head[4].bias)
 
 
 def test_explicit_pair_sees_its_input_through_relu() -> None:
