@@ -6,8 +6,8 @@ Float32. "gflop" is what torch's counter finds in one forward pass; "gflop_per_s
 one 3 × 3 convolution of each stage's shape on one thread, the best of twenty; "bound_ms" the one
 over the other, for one and two threads. Times are those of the forward pass: CPU time on one
 thread, and wall time on two (least and median). "frozen" is nn.frozen_copy in channels-last with
-so many steps a layer, on two threads. "chain" is the same of GEQ 5M (six branches in a chain, random
-weights) beside its explicit twin. Writes one_image.json.
+so many steps a layer, on two threads. "chain" is the same of GEQ 5M (six branches in a chain,
+random weights) beside its explicit twin. Writes one_image.json.
 """
 
 from __future__ import annotations
