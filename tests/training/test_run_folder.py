@@ -92,7 +92,9 @@ def test_full_at_the_very_end_resume_writes_the_rest(
     assert not (place.folder / "model.safetensors").exists()
     found = run(place, resume=place.folder)
     assert_same_run(found, run(config(tmp_path / "whole", **options)))
-    assert (place.folder / "result.json").exists()
+    kept = (place.folder / "result.json").read_bytes()
+    run(place, resume=place.folder)  # once more: nothing is trained, nor are its seconds anew
+    assert (place.folder / "result.json").read_bytes() == kept
 
 
 @pytest.mark.parametrize("select", ["last", "best"])

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import errno
+import json
 import logging
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -540,6 +541,13 @@ class Run(Checkpoint):
             self.average.apply()
         return dict(self.model.state_dict())
 
+    def _recorded(self) -> bool:
+        """Whether result.json is there, with the time and the device of the training that ended."""
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            found = json.loads(self.folder.result.read_text(encoding="utf-8"))
+            return bool(found["epochs"] == len(self.history))
+        return False
+
     def _finish(self, trainer: pl.Trainer | None) -> TrainResult:
         model, row = self.whole.cpu(), dict(self.history[-1])
         if self.config.select == "best" and self.folder.weights.exists():
@@ -555,7 +563,7 @@ class Run(Checkpoint):
             for name, value in row.items()
             if name.startswith(("train_", "val_")) or name in ("solver_steps", "residual")
         }
-        if self.main:
+        if self.main and not (trainer is None and self._recorded()):
             device = torch.device("cpu") if trainer is None else trainer.strategy.root_device
             described: Any = getattr(model, "config", None)
             known = isinstance(described, models.ModelConfig)
@@ -601,7 +609,7 @@ def _make_model(config: TrainConfig, given: nn.Module | None, train: ImageData) 
         height, width = train.images.shape[2:]
         if card.task == "classification" and height != width:
             raise ValueError(
-                f"{train.name} has images of {height} × {width} pixels, and {config.model} "
+                f"{train.name} has images of {width} × {height} pixels, and {config.model} "
                 "classifies squares: give an image_size (--image-size)."
             )
         given = models.create(
