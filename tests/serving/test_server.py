@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from fastapi.testclient import TestClient
 from PIL import Image
 
 from equilibria import models
-from equilibria.serving import ServeOptions, create_app
+from equilibria.serving import Batcher, Busy, ServeOptions, create_app
 from equilibria.solvers import Picard
 from tests.models.small import make
 
@@ -117,16 +118,21 @@ def test_an_image_unlike_those_of_training_is_answered_with_a_warning(
     assert answer["certificate"] is None
 
 
-def test_a_client_has_its_rate_and_the_queue_its_length(model: models.Network) -> None:
+def test_a_client_has_its_rate_and_the_queue_its_length(
+    model: models.Network, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with client(model, rate=1e-3) as http:  # one in a thousand seconds: however slow this machine
         first, last = (http.post("/predict", content=encoded()) for _ in range(2))
     assert (first.status_code, last.status_code) == (200, 429)
     assert 1 <= int(last.headers["retry-after"]) <= 1000
     with client(model, queue=2) as http:
-        full = http.post("/predict", files=[("images", encoded(i)) for i in range(3)])
+        # What is longer than the queue never fits: it is not told to come back.
+        never = http.post("/predict", files=[("images", encoded(i)) for i in range(3)])
         after = http.post("/predict", content=encoded())
-    assert (full.status_code, after.status_code) == (503, 200)
-    assert int(full.headers["retry-after"]) >= 1
+        monkeypatch.setattr(Batcher, "ask", AsyncMock(side_effect=Busy(3)))
+        full = http.post("/predict", content=encoded())
+    assert (never.status_code, after.status_code, full.status_code) == (400, 200, 503)
+    assert full.headers["retry-after"] == "3"
 
 
 def test_a_refused_request_is_not_read_and_refusals_wait_for_each_other(

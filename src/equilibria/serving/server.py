@@ -307,9 +307,8 @@ async def _images(request: Request, chosen: ServeOptions) -> list[bytes]:
         async def stream() -> AsyncGenerator[bytes, None]:
             yield body
 
-        parser = MultiPartParser(
-            request.headers, stream(), max_files=chosen.max_images, max_fields=chosen.max_images
-        )
+        most = min(chosen.max_images, chosen.queue)  # what never fits the queue is not told to wait
+        parser = MultiPartParser(request.headers, stream(), max_files=most, max_fields=most)
         try:
             form = await parser.parse()
         except (MultiPartException, KeyError, ValueError) as error:
