@@ -130,6 +130,7 @@ class ImageData:
     def split(self, fraction: float, seed: int = 0) -> tuple[ImageData, ImageData]:
         """(rest, held out): the second part has round(fraction · N) samples, of each class its
         share (segmentation: of the whole), chosen by (N, labels, seed) alone; both keep the order.
+        A class of two or more is in both, and one of a single sample in the first.
         """
         mask = held_out(self.labels, len(self), fraction, seed)
         return self.subset(~mask), self.subset(mask)

@@ -73,8 +73,8 @@ def held_out(labels: Tensor | None, count: int, fraction: float, seed: int) -> T
     """A mask [count]: true for the samples held out, round(fraction · count) of them.
 
     With ``labels`` [count] each class gives its share, by largest remainder: a class of n gives
-    ⌊fraction · n⌋ or ⌈fraction · n⌉. A class of two or more is on both sides; a single sample of a
-    class is not held out.
+    ⌊fraction · n⌋ or ⌈fraction · n⌉. A class of two or more is on both sides, and a single sample
+    of a class is not held out: with classes as small as that there are more or fewer in all.
     """
     if not 0.0 < fraction < 1.0:
         raise ValueError(f"fraction={fraction!r}: expected a number between 0 and 1, such as 0.1.")
@@ -91,7 +91,8 @@ def held_out(labels: Tensor | None, count: int, fraction: float, seed: int) -> T
 
 
 def few(labels: Tensor | None, count: int, samples: int, seed: int) -> Tensor:
-    """A mask [count]: true for ``samples`` of them, of each class its share."""
+    """A mask [count]: true for ``samples`` of them, of each class its share; if there are as many
+    as classes, at least one of each class of two or more."""
     less = min(samples, count - samples)
     if less == 0:
         return torch.full((count,), samples > 0)
