@@ -144,6 +144,9 @@ def test_a_port_in_use_is_an_error(
     said = capsys.readouterr().err
     assert "it cannot be used" in said
     assert "serving" not in said
+    if command == "serve":  # nor is a port to blame for an address of documents (RFC 5737)
+        assert run(command, weights, "--host", "192.0.2.1", "--port", "0") == 1
+        assert "--host 192.0.2.1: no address of this machine" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["explore", "serve"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shlex
 import socket
 from pathlib import Path
@@ -160,6 +161,8 @@ def bound_to(host: str, port: int) -> socket.socket:
         bound.bind((host, port))
     except OSError as error:
         bound.close()
+        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+            raise fail(f"--host {host}: no address of this machine ({error.strerror}).") from None
         why = f"--port {port}: it cannot be used at {host} ({error.strerror})."
         raise fail(why, "Give another one, or 0 for one that is free.") from None
     return bound
