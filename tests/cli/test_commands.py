@@ -223,7 +223,6 @@ def test_evaluate_reports_the_flip_apart(trained: Path, tmp_path: Path, cli: Cli
         (["", "--split", "tset"], "--split tset: expected train, val or test"),
         (["", "--converged", "-1"], "--converged -1: expected a number between 0 and 1"),
         (["", "--converged", "2"], "--converged 2: expected a number between 0 and 1"),
-        (["", "--stop", "labels"], "--stop labels: expected label"),
         (["", "--steps", "2"], "--steps 2: steps=2: layer "),
         (["", "--out", __file__], "--out "),
     ],
@@ -365,7 +364,11 @@ def test_models_are_listed_with_their_sizes(cli: Cli) -> None:
     assert all(name in shown for name in eq.models.describe("geq_digits").options)
     assert "Did you mean" not in cli.err("models", "nothing*")
     assert "Did you mean geq_digits" in cli.err("models", "geq_digit")
-    assert "--task talking: expected classif" in cli.err("models", "--task", "talking")
+    assert "'talking' is not one of 'classification', 'segm" in cli.err(
+        "models", "--task", "talking", code=2
+    )
+    said = cli.err("models", "geq_digits", "--task", "segmentation")
+    assert "no model for segmentation matches 'geq_digits'. `equil" in said
 
 
 def test_data_is_listed_and_checked(cli: Cli) -> None:
@@ -550,6 +553,8 @@ def test_a_radius_that_is_none_is_refused(given: str, certified: Path, cli: Cli)
         ("certify --attack", "go with --radius"),
         ("certify --norm inf", "go with --radius"),
         ("certify --radius 0.1 --full", "--full prints the certificates of layers"),
+        ("certify --radius 0.1 --out a.png", "give one for the numbers (.json)"),
+        ("export --out a.onnx --limit 9", "--limit go with --data or --int8"),
         ("evaluate --severities 1", "--severities goes with --corruptions"),
     ],
 )

@@ -41,7 +41,6 @@ def test_predict_by_onnxruntime_prints_what_torch_prints(
     ("flags", "said"),
     [
         (["--runtime", "torch"], "--runtime torch: expected a model.safetensors"),
-        (["--runtime", "tflite"], "--runtime tflite: expected torch or onnx"),
         (["--radius"], "--radius"),
     ],
 )

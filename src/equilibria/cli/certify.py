@@ -69,6 +69,8 @@ def certify(
         raise fail("--full prints the certificates of layers, and --radius certifies labels.")
     if out is not None:
         check_file(out)
+        if radii is not None and out.suffix.lower() == ".png":
+            raise fail(f"--out {out}: the picture has this name; give one for the numbers (.json).")
     model, dataset = prepared(weights, data, root, split, device, images)
     if radii is not None:
         _labels(model, dataset, radii, norm, attack, out, as_json)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -42,7 +42,8 @@ def evaluate(
         bool, typer.Option("--flip", help="Also, reported apart, averaged with the mirror images.")
     ] = False,
     stop: Annotated[
-        str | None, typer.Option(help="label: also with images that stop once it is proven.")
+        Literal["label"] | None,
+        typer.Option(help="label: also with images that stop once it is proven."),
     ] = None,
     certify: Annotated[
         int, typer.Option(min=0, help="Certify every layer on this many images; 0 for none.")
@@ -71,8 +72,6 @@ def evaluate(
         known, wanted = lambda s: 1 <= min(s) <= max(s) <= 5, "numbers from 1 to 5, such as 1,3,5"
         levels = numbers("--severities", severities, int, known, wanted)
     solver = solver_of(converged)
-    if stop not in (None, "label"):
-        raise fail(f"--stop {stop}: expected label.")
     onnx = weights.suffix.lower() == ".onnx"
     if onnx and (converged, steps, stop) != (None, None, None):
         raise fail("--converged, --steps and --stop need layers, and an ONNX file has none.")

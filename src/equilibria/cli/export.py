@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -15,8 +15,8 @@ def export(
     weights: Weights,
     out: Annotated[Path, typer.Option("--out", help="The file to write.")],
     kind: Annotated[
-        str | None,
-        typer.Option("--format", help="pt2 or onnx; by the ending of --out if not given."),
+        Literal["pt2", "onnx"] | None,
+        typer.Option("--format", help="By the ending of --out if not given."),
     ] = None,
     steps: Annotated[
         int | None,
@@ -50,6 +50,8 @@ def export(
     measured = data is not None or int8
     if measured and ending == "pt2":
         raise fail("--int8 and --data are for .onnx files, which the command can run again.")
+    if not measured and (root, split, limit) != (None, "test", None):
+        raise fail("--data-root, --split and --limit go with --data or --int8.")
     dataset: Any = None
     if measured:
         model, dataset = prepared(weights, data, root, split, "cpu", limit)
@@ -65,7 +67,8 @@ def export(
     if as_json:
         print_json(found)
         return
-    solves = f"at most {made.steps} steps, early stop" if made.early_stop else f"{made.steps} steps"
+    solves = f"{made.steps} step{'s' * (made.steps > 1)}"
+    solves = f"at most {solves}, early stop" if made.early_stop else solves
     rows = [
         ("file", f"{out}, {made.bytes:,} bytes"),
         ("solves", solves if made.steps else "none"),

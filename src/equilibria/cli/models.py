@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.table import Column
@@ -26,7 +26,8 @@ def models(
         Path | None, typer.Option(help="For pull: where to; the hub's cache if not given.")
     ] = None,
     task: Annotated[
-        str | None, typer.Option(help="classification or segmentation; both if not given.")
+        Literal["classification", "segmentation"] | None,
+        typer.Option(help="Networks for this; for both if not given."),
     ] = None,
     count: Annotated[
         bool, typer.Option(help="Build each one to count its parameters (seconds).")
@@ -51,12 +52,11 @@ def models(
     from equilibria import models as zoo
     from equilibria.models.registry import nearest
 
-    if task not in (None, "classification", "segmentation"):
-        raise fail(f"--task {task}: expected classification or segmentation.")
     cards = [zoo.describe(name) for name in zoo.names(pattern, task)]
     if not cards:
         raise fail(
-            f"no model matches {pattern!r}.{nearest(pattern)}",
+            f"no model{f' for {task}' if task else ''} matches {pattern!r}."
+            f"{'' if task else nearest(pattern)}",
             "`equilibria models` lists them all.",
         )
     with torch.device("meta"):  # shapes without numbers: there is nothing to initialize

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -24,11 +24,12 @@ def predict(
     device: Device = None,
     converged: Converged = None,
     runtime: Annotated[
-        str | None,
-        typer.Option(help="torch, or onnx for an exported file; by the file's name if not given."),
+        Literal["torch", "onnx"] | None,
+        typer.Option(help="onnx for an exported file; by the file's name if not given."),
     ] = None,
     on_corrupt: Annotated[
-        str, typer.Option(help="What to do with a file that is no readable image: raise or skip.")
+        Literal["raise", "skip"],
+        typer.Option(help="What to do with a file that is no readable image."),
     ] = "raise",
     radius: Annotated[
         bool, typer.Option("--radius", help="Also the proven radius of the label (ℓ2, pixels 0–1).")
@@ -40,13 +41,10 @@ def predict(
     from equilibria import evaluation
     from equilibria.data import CorruptImageError
 
-    if on_corrupt not in ("raise", "skip"):
-        raise fail(f"--on-corrupt {on_corrupt}: expected raise or skip.")
     onnx = weights.suffix.lower() == ".onnx"
     if runtime not in (None, "onnx" if onnx else "torch"):
         files = {"onnx": "an exported .onnx file", "torch": "a model.safetensors"}
-        wanted = f"{files[runtime]}, got {weights}" if runtime in files else "torch or onnx"
-        raise fail(f"--runtime {runtime}: expected {wanted}.")
+        raise fail(f"--runtime {runtime}: expected {files[runtime]}, got {weights}.")
     if onnx and (radius or converged is not None):
         raise fail("--radius and --converged need the layers of a network; an ONNX file has none.")
     if out is not None:
