@@ -555,6 +555,7 @@ def test_a_radius_that_is_none_is_refused(given: str, certified: Path, cli: Cli)
         ("certify --radius 0.1 --full", "--full prints the certificates of layers"),
         ("certify --radius 0.1 --out a.png", "give one for the numbers (.json)"),
         ("export --out a.onnx --limit 9", "--limit go with --data or --int8"),
+        ("bench --data-root .", "--data-root goes with --data"),
         ("evaluate --severities 1", "--severities goes with --corruptions"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -62,6 +63,7 @@ class Fixed(nn.Module):
 
 def test_the_page_counts_mistakes_and_shows_the_history(tmp_path: Path) -> None:
     test = eq.data.load("digits", "test").subset(range(60))
+    test = replace(test, classes=(*"012", "3&4", *"456789"))
     model = Fixed()
     model.targets = test.targets.long()
     threes = int((model.targets == 3).sum())
@@ -73,9 +75,10 @@ def test_the_page_counts_mistakes_and_shows_the_history(tmp_path: Path) -> None:
     assert re.findall(r'<section id="(\w+)"', text) == [
         *("curves", "solver", "confusion", "reliability", "mistakes", "repeat"),
     ]
-    assert f"3 read as 8 ({threes})" in text
+    assert f"3&amp;4 read as 8 ({threes})" in text
+    assert text.count('alt="A 3&amp;4, read as 8"') == min(threes, 16)
     assert f"{threes} of 60 answers are wrong" in text
-    assert text.count('<span class="bad">is 3</span>') == min(threes, 16)
+    assert text.count('<span class="bad">is 3&amp;4</span>') == min(threes, 16)
     assert f"{100 * (1 - threes / 60):.2f}%" in text
     assert "6.5 steps" in text
     assert "75.0%" in text

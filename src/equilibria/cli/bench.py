@@ -62,6 +62,8 @@ def bench(
         raise fail("give weights or --model, one of them.", "`equilibria models` lists the names.")
     if data is not None and shape is not None:
         raise fail("--data and --shape: give one of them.")
+    if root is not None and data is None:
+        raise fail("--data-root goes with --data.")
     if option and model is None:
         raise fail("--option is for --model; trained weights have their options.")
     if out is not None:

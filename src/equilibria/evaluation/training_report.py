@@ -239,10 +239,10 @@ def _mistakes(logits: Tensor, truth: Tensor, dataset: ImageData) -> str:
         words = "No answer is wrong. These are the images that it was least sure of."
     items = []
     for i in chosen.tolist():
-        was, seen = (html.escape(dataset.classes[int(t[i])]) for t in (truth, said))
+        was, seen = (dataset.classes[int(t[i])] for t in (truth, said))
         shown = photo(dataset.images[i : i + 1][0], f"A {was}, read as {seen}")
-        note = "" if was == seen else f'<br><span class="bad">is {was}</span>'
-        items.append(f"{shown}{seen}, {percent(float(sure[i]))}{note}")
+        note = "" if was == seen else f'<br><span class="bad">is {html.escape(was)}</span>'
+        items.append(f"{shown}{html.escape(seen)}, {percent(float(sure[i]))}{note}")
     title = "The worst mistakes" if len(wrong) else "The least sure answers"
     text = f'<p>{words}</p><div class="card">{tiles(items)}</div>'
     return section("mistakes", "5 · mistakes", title, text)

@@ -58,7 +58,7 @@ class ServeOptions:
 
     max_batch: int = _limit(32, "Images that are answered together.")
     max_bytes: int = _limit(8 * 2**20, "Bytes of a request.")
-    max_images: int = _limit(32, "Images of a request.")
+    max_images: int = _limit(32, "Images of a request, no more than the queue holds.")
     rate: float = _limit(0.0, "Requests a second from one address, with bursts; 0 for any number.")
     queue: int = _limit(128, "Images that wait, and bodies that are read; more are refused (503).")
     connections: int = _limit(2048, "Open connections; on more, every request is refused (503).")
