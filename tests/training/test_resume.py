@@ -194,6 +194,8 @@ def test_an_interruption_inside_a_step_says_that_it_is_not_exact(tmp_path: Path)
     with pytest.raises(Interrupted, match="not bit for bit") as caught:
         run(place, callbacks=[RaiseAt(8, hook="on_before_optimizer_step")])
     assert not caught.value.exact
+    with pytest.raises(Interrupted, match="not bit for bit"):  # nor is what is resumed from it
+        run(place, resume=tmp_path, callbacks=[RaiseAt(2)])
     assert run(place, resume=tmp_path).history[-1]["epoch"] == 3
 
 

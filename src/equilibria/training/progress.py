@@ -130,8 +130,8 @@ class Interrupted(KeyboardInterrupt):
     """The run was interrupted; ``checkpoint`` is what it can be resumed from, if anything.
 
     ``exact`` says whether resuming repeats the uninterrupted run bit for bit (on the CPU): it does
-    unless the interruption cut a step in two. ``folder`` is the run to go on with; None: nothing is
-    left to do, or nothing was saved.
+    unless this interruption, or an earlier one of the run, cut a step in two. ``folder`` is the run
+    to go on with; None: nothing is left to do, or nothing was saved.
     """
 
     def __init__(

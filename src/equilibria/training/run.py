@@ -303,6 +303,7 @@ class Run(Checkpoint):
         """Go back to where ``on_save_checkpoint`` left off."""
         vars(self.progress).update(entry["progress"])  # in place: the bar holds it too
         self.history = [dict(row) for row in entry["history"]]
+        self.exact = entry.get("exact", True)
         self._restored = entry
 
     @property
@@ -446,7 +447,7 @@ class Run(Checkpoint):
         if isinstance(exception, KeyboardInterrupt) and trainer.world_size == 1:
             if self.average is not None:
                 self.average.restore()
-            self.exact = not self.in_step
+            self.exact &= not self.in_step
             if self.progress.step:
                 self.save(trainer)
 
