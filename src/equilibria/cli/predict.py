@@ -49,7 +49,7 @@ def predict(
         raise fail("--radius and --converged need the layers of a network; an ONNX file has none.")
     if out is not None:
         check_file(out)
-    model = load(weights, device_of("cpu" if onnx else device), onnx=True)
+    model = load(weights, device_of(device), onnx=True)
     if onnx and not as_json:
         say("run by onnxruntime: no residuals and no certificates")
     try:

@@ -35,8 +35,7 @@ def serve(
     with needs("uvicorn", "Serving a network", extra="serve"):
         import uvicorn
     options = ServeOptions(**given)
-    onnx = weights.suffix.lower() == ".onnx"
-    model: Any = load(weights, device_of("cpu" if onnx else device), onnx=True)
+    model: Any = load(weights, device_of(device), onnx=True)
     app = create_app(model, options)
     quiet: Any = {"log_level": "warning", "server_header": False}
     seconds: Any = {"timeout_keep_alive": 30, "timeout_graceful_shutdown": 30}

@@ -47,8 +47,9 @@ def predict_files(
     check_whole("top", top, 1)
     check_whole("batch_size", batch_size, 1)
     files = _files(paths)
-    if not skip_corrupt:  # before the first image is answered
-        _check_there(files)
+    gone = [file for file in files if isinstance(file, Path) and not file.exists()]
+    if gone and not skip_corrupt:  # before the first image is answered
+        raise ValueError(f"{gone[0]}: no such file.")
     network = with_solver(getattr(model, "_orig_mod", model), solver)
     if not isinstance(network, Network):
         raise TypeError(
@@ -64,7 +65,6 @@ def predict_files(
             images: list[Tensor] = []
             for file in files[start : start + batch_size]:
                 try:
-                    _check_there([file])
                     pixels = read_image(file, network.in_channels)
                 except ValueError as error:
                     if not skip_corrupt:
@@ -91,12 +91,6 @@ def image_of(file: Path) -> Encoded:
     if Path(name).suffix.lower() != ".parquet" or file.exists():
         return file
     return parquet_images(Path(name))[int(row)]
-
-
-def _check_there(files: Iterable[Encoded]) -> None:
-    for file in files:
-        if isinstance(file, Path) and not file.exists():
-            raise ValueError(f"{file}: no such file.")
 
 
 def _files(paths: Iterable[str | Path]) -> list[Encoded]:
