@@ -226,10 +226,10 @@ def _judged(logits: Tracked, norm: str) -> NetworkCertificate:
     if logits.rows is None:
         gap, before = torch.full_like(margin, math.sqrt(2.0) * UP), logits
     else:
-        weight, before = logits.rows
+        weight, before, norms = logits.rows
         apart = weight[label][:, None] - weight[None]
         gap = sample_norm([apart.flatten(0, 1)]).view_as(margin) * (1.0 + 1e-12)
-        size = sample_norm([before.plain()])[:, None] * weight.abs().sum(1).max()
+        size = norms[:, None] * weight.abs().sum(1).max()
         off = off + 4 * sum_error(weight.shape[1] + 1) * size
     off, reach = off + gap * before.error[:, None], gap * before.lipschitz
     if logits.rows is not None and before.entries is not None:

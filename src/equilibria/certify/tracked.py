@@ -30,8 +30,8 @@ class Tracked(Tensor):
 
     lipschitz: float
     error: Tensor
-    rows: tuple[Tensor, Tracked] | None
-    """V and h, where this is Vh + d."""
+    rows: tuple[Tensor, Tracked, Tensor] | None
+    """V, h and ‖h‖, where this is Vh + d."""
     entries: Tensor | None
     """e [1, ...]: no entry moves by more than ε·e when the input moves by ε in ℓ∞."""
     notes: list[str]
@@ -41,7 +41,9 @@ class Tracked(Tensor):
 
     @staticmethod
     def wrap(value: Tensor, lipschitz: float, error: Tensor, notes: list[str]) -> Tracked:
-        made: Tracked = value.as_subclass(Tracked)
+        # What reads memory without asking torch, such as an extension in C++, finds NaN.
+        hidden = torch.full(value.shape, math.nan, dtype=torch.float64, device=value.device)
+        made: Tracked = hidden.as_subclass(Tracked)
         made.lipschitz, made.error, made.rows, made.notes = lipschitz, error, None, notes
         made.entries, made.version, made.numbers = None, value._version, value
         return made
@@ -178,9 +180,9 @@ def _versions(tensors: list[Tensor]) -> list[int]:
 _DATA, _SET_DATA = Tensor.data.__get__, Tensor.data.__set__  # type: ignore[attr-defined]
 _READS = {
     "__bool__", "__float__", "__int__", "__index__", "__contains__", "item", "tolist", "equal",
-    "allclose", "is_nonzero",
+    "allclose", "is_nonzero", "apply_", "map_", "map2_", "data_ptr",
 }  # fmt: skip
-"""What would let a network branch on its numbers."""
+"""What would let a network branch on its numbers, or hands them to what is not torch."""
 _COUNTS = {
     "nonzero", "argwhere", "unique", "unique_consecutive", "masked_select", "bincount",
     "repeat_interleave", "one_hot", "arange", "to_sparse", "pack_padded_sequence",
@@ -213,7 +215,8 @@ def _bounds(
         return None
     found = u.passed(out, *bound)
     if name == "linear":
-        found.rows = (named(args, kwargs)["weight"], u)
+        weight = named(args, kwargs)["weight"].clone()  # it may be changed later
+        found.rows = (weight, u, sample_norm([u.plain()]))
     if u.entries is not None:
         found.bounded(_moved(name, func, u.entries, args, kwargs))
     return found
