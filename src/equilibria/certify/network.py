@@ -187,8 +187,9 @@ class TrackedNetwork:
         self.network = plain_copy(model).double()
         inside: set[nn.Module] = set()  # of modules that answer for all that they hold
         for name, module in self.network.named_modules():
-            _intercept(name, module, solved, tracked=module not in inside)
-            if hasattr(module, "enclose"):
+            encloses = isinstance(module, Enclosing) and not _overridden(module)
+            _intercept(name, module, solved, tracked=module not in inside, encloses=encloses)
+            if encloses:
                 inside |= set(module.modules()) - {module}
 
     @torch.inference_mode(False)  # it would not count changes in place
@@ -261,10 +262,18 @@ def _made(constrained: nn.Module) -> Tensor:
     return made
 
 
-def _intercept(name: str, module: nn.Module, solved: Solved, *, tracked: bool) -> None:
+def _overridden(module: nn.Module) -> bool:
+    """Whether its ``forward`` was put above its ``enclose``, which is about another one then."""
+    kinds = (module, *type(module).__mro__)
+    return "enclose" not in next(vars(k) for k in kinds if {"forward", "enclose"} & vars(k).keys())
+
+
+def _intercept(
+    name: str, module: nn.Module, solved: Solved, *, tracked: bool, encloses: bool
+) -> None:
     """Let the module answer with bounds when it is called with a tracked tensor."""
     changed: Any = module
-    if isinstance(module, Enclosing):
+    if encloses:
         changed.forward = partial(_enclosed, module)
     elif getattr(module, "is_equilibrium", False) and not hasattr(module, "branches"):
         inner = partial(_plainly, name, module, changed.solve, solved)
