@@ -28,7 +28,7 @@ from equilibria.problems.problem import HiddenProblem, Problem
 from equilibria.problems.solving import minimize
 from equilibria.problems.splitting import Composite
 
-from .claims import refuted
+from .claims import refuted, stretched
 from .error_bounds import error_bound, local_modulus, tight_curvature
 from .gap import certify_sum
 from .guarantee import SAMPLED, Guarantee, Proven, Rows, number, solved, spread
@@ -42,6 +42,7 @@ class Certifiable(Protocol):
     It may also have ``input_norm_upper() -> float``, a rigorous bound on the norm of x → c̃, the
     features that the coupling sees; with it the Lipschitz constants are in x, without it in c. If
     it takes an argument, that is the shape of x without the batch: small maps have closer bounds.
+    With ``input_operator()``, the linear part of x → c, it is checked at x that c is made by it.
     And ``input_rounding(x) -> Tensor [B]``, a bound on how far float64 moves c, which the
     certificate of a network counts; for a single layer c is what it is.
     """
@@ -172,6 +173,9 @@ def _input_norm(layer: Any, x: Tensor) -> float | None:
     bound = getattr(layer, "input_norm_upper", None)
     if bound is None:
         return None
+    linear = getattr(layer, "input_operator", None)
+    if linear is not None and stretched(lambda v: layer.problem(v).inputs()[0], linear(), x):
+        return math.inf
     return float(bound(x.shape[1:]) if inspect.signature(bound).parameters else bound())
 
 
