@@ -220,7 +220,7 @@ class TrackedNetwork:
 
 
 def _judged(logits: Tracked, norm: str) -> NetworkCertificate:
-    values = logits.plain()
+    values = logits.numbers
     label = values.argmax(1)
     margin = values.gather(1, label[:, None]) - values
     off = 64 * UNIT * (values.abs().amax(1, keepdim=True) + values.abs())
@@ -287,7 +287,7 @@ def _intercept(
 def _enclosed(module: Enclosing, x: Tracked) -> Tensor:
     x = x.current()
     with torch._C.DisableTorchFunction():  # plain tensors alone
-        found = module.enclose(x.plain())
+        found = module.enclose(x.numbers)
     return x.passed(found.value, found.lipschitz, found.error)
 
 
@@ -305,15 +305,15 @@ def _solved(
     """A solve whose answer carries what the layer's certificate proves."""
     x = x.current()
     with torch._C.DisableTorchFunction():  # plain tensors alone; a problem may use torch.func
-        solution = solve(x.plain(), z0, **options)
-        found = distance(layer, x.plain(), solution.value)
+        solution = solve(x.numbers, z0, **options)
+        found = distance(layer, x.numbers, solution.value)
     if found.lipschitz is None:
         x.notes.append(f"layer {name}: {found.note}")
     constant = math.inf if found.lipschitz is None else found.lipschitz
     wrap = partial(x.passed, constant=constant, own=found.error)
     value = pytree.tree_map_only(Tensor, wrap, solution.value)
     if x.entries is not None and found.lipschitz is not None and hasattr(layer, "inclusion"):
-        size, entries = entrywise(layer, x.plain(), x.entries)
+        size, entries = entrywise(layer, x.numbers, x.entries)
         value.lipschitz = min(value.lipschitz, size)
         value.bounded(entries)
     return dataclasses.replace(solution, value=value)

@@ -7,6 +7,7 @@ none is known, with an infinite constant and a note. What leaves torch is refuse
 from __future__ import annotations
 
 import math
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ class Tracked(Tensor):
     version: int
     """Of the numbers: where torch counts another one, they were changed in place since."""
     numbers: Tensor
+    """The values. The memory of the tensor itself holds NaN."""
 
     @staticmethod
     def wrap(value: Tensor, lipschitz: float, error: Tensor, notes: list[str]) -> Tracked:
@@ -54,20 +56,16 @@ class Tracked(Tensor):
         if entries is not None:
             self.lipschitz = min(self.lipschitz, float(sample_norm([entries])) * (1.0 + 1e-9))
 
-    def plain(self) -> Tensor:
-        return self.numbers
-
     def as_subclass(self, cls: Any) -> Any:
         """Itself: a network cannot take off what is known of it."""
         return self
 
     def current(self) -> Tracked:
         """Itself, or where its numbers were changed in place, them with nothing known."""
-        value = self.plain()
-        if value._version == self.version:
+        if self.numbers._version == self.version:
             return self
         self.notes.append("no Lipschitz constant is known for a value that is changed in place")
-        return self.unknown(value)
+        return self.unknown(self.numbers)
 
     def passed(self, value: Tensor, constant: float, own: Tensor | float = 0.0) -> Tracked:
         """``value``: of a function with this constant at self, with an error of its own."""
@@ -94,7 +92,7 @@ class Tracked(Tensor):
                     "certify cannot follow a network that assigns the data of a value that depends "
                     "on the input."
                 )
-            plain, options = pytree.tree_map_only(cls, cls.plain, (args, kwargs))
+            plain, options = pytree.tree_map_only(cls, attrgetter("numbers"), (args, kwargs))
             others = [t for t in leaves if type(t) is not cls and isinstance(t, Tensor)]
             before = _versions(others)
             out = None if name in _READS else func(*plain, **options)
@@ -210,13 +208,13 @@ def _bounds(
     u, rule = sources[0], RULES.get(name)
     if rule is None or len(sources) > 1 or out.ndim == 0 or len(out) != len(u):
         return None
-    bound = rule(u.plain(), args, kwargs, out)
+    bound = rule(u.numbers, args, kwargs, out)
     if bound is None:
         return None
     found = u.passed(out, *bound)
     if name == "linear":
         weight = named(args, kwargs)["weight"].clone()  # it may be changed later
-        found.rows = (weight, u, sample_norm([u.plain()]))
+        found.rows = (weight, u, sample_norm([u.numbers]))
     if u.entries is not None:
         found.bounded(_moved(name, func, u.entries, args, kwargs))
     return found
