@@ -15,6 +15,7 @@ import copy
 import inspect
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
@@ -174,9 +175,15 @@ def _input_norm(layer: Any, x: Tensor) -> float | None:
     if bound is None:
         return None
     linear = getattr(layer, "input_operator", None)
-    if linear is not None and stretched(lambda v: layer.problem(v).inputs()[0], linear(), x):
+    if linear is not None and stretched(partial(_features, layer), linear(), x):
         return math.inf
     return float(bound(x.shape[1:]) if inspect.signature(bound).parameters else bound())
+
+
+def _features(layer: Any, x: Tensor) -> Tensor:
+    """c of the layer's problem; zero where it has none by that name."""
+    c: Tensor = getattr(getattr(layer.problem(x), "coupling", None), "c", torch.zeros_like(x))
+    return c
 
 
 def _number(values: Tensor) -> float | Tensor:

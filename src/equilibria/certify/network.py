@@ -27,7 +27,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, overload, runtime_checkable
+from typing import Any, Protocol, overload
 
 import torch
 from torch import Tensor, nn
@@ -62,7 +62,6 @@ class Enclosed:
     """The exact output lies within this of ``value``, ℓ2, [B]."""
 
 
-@runtime_checkable
 class Enclosing(Protocol):
     """A module that says itself what is proven of its output."""
 
@@ -187,7 +186,7 @@ class TrackedNetwork:
         self.network = plain_copy(model).double()
         inside: set[nn.Module] = set()  # of modules that answer for all that they hold
         for name, module in self.network.named_modules():
-            encloses = isinstance(module, Enclosing) and not _overridden(module)
+            encloses = _encloses(module)
             _intercept(name, module, solved, tracked=module not in inside, encloses=encloses)
             if encloses:
                 inside |= set(module.modules()) - {module}
@@ -262,10 +261,10 @@ def _made(constrained: nn.Module) -> Tensor:
     return made
 
 
-def _overridden(module: nn.Module) -> bool:
-    """Whether its ``forward`` was put above its ``enclose``, which is about another one then."""
+def _encloses(module: nn.Module) -> bool:
+    """Whether it is ``Enclosing``, and no ``forward`` was put above its ``enclose`` later."""
     kinds = (module, *type(module).__mro__)
-    return "enclose" not in next(vars(k) for k in kinds if {"forward", "enclose"} & vars(k).keys())
+    return "enclose" in next(vars(k) for k in kinds if {"forward", "enclose"} & vars(k).keys())
 
 
 def _intercept(
@@ -274,7 +273,7 @@ def _intercept(
     """Let the module answer with bounds when it is called with a tracked tensor."""
     changed: Any = module
     if encloses:
-        changed.forward = partial(_enclosed, module)
+        changed.forward = partial(_enclosed, changed)
     elif getattr(module, "is_equilibrium", False) and not hasattr(module, "branches"):
         inner = partial(_plainly, name, module, changed.solve, solved)
         if not tracked:  # the module around it asks for the solve, and for what is proven
