@@ -132,6 +132,7 @@ WAYS: dict[str, Any] = {
     ),
     "an address": handed(by_address),
     "a capsule": lambda x: x[:, :4] + 99 * torch.from_dlpack(to_dlpack(x[:, 4:] * 1.0)),
+    "another mode": torch.inference_mode()(lambda x: 9 * x[:, :4]),
     "a buffer written": buffered(lambda b, x: b.__setitem__((slice(None), 0), x[:, 5])),
     "a buffer copied to": buffered(lambda b, x: b.copy_(x[:, 4:])),
     "a part of a buffer": buffered(lambda b, x: b[:, 1:].copy_(x[:, 5:])),

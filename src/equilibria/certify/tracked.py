@@ -43,6 +43,11 @@ class Tracked(Tensor):
 
     @staticmethod
     def wrap(value: Tensor, lipschitz: float, error: Tensor, notes: list[str]) -> Tracked:
+        if value.is_inference():  # torch does not count changes of it
+            raise CannotFollowError(
+                "certify cannot follow values of the input through torch.inference_mode(); use "
+                "torch.no_grad() in the network."
+            )
         # What reads memory without asking torch, such as an extension in C++, finds NaN.
         hidden = torch.full(value.shape, math.nan, dtype=torch.float64, device=value.device)
         made: Tracked = hidden.as_subclass(Tracked)
