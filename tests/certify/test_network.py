@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import equilibria as eq
+from equilibria.certify import Enclosed
 from equilibria.certify.monotone_layer import entrywise
 
 IMAGE = (3, 8, 8)
@@ -309,6 +310,29 @@ def test_what_has_no_constant_has_the_radius_zero_and_says_why() -> None:
     certificate = eq.certify(nn.Sequential(layer, *head(16)).eval(), x)
     assert (certificate.radius == 0).all()
     assert any("none exists" in note for note in certificate.notes)
+
+
+class Enclosing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2.0 * x
+
+    def enclose(self, x: Tensor) -> Enclosed:
+        return Enclosed(2.0 * x, 2.0, 0.0 * x[:, 0])
+
+
+class Tripled(Enclosing):
+    def forward(self, x: Tensor) -> Tensor:
+        return 3.0 * super().forward(x)
+
+
+def test_what_a_module_proves_of_its_forward_is_not_that_of_a_subclass() -> None:
+    head = nn.Linear(4, 3)
+    norm = float(torch.linalg.matrix_norm(head.weight.detach().double(), 2))
+    patched = Enclosing()
+    patched.forward = lambda x: 6.0 * x  # type: ignore[method-assign]
+    for module, factor in ((Enclosing(), 2.0), (Tripled(), 6.0), (patched, 6.0)):
+        found = eq.certify(nn.Sequential(module, head), torch.randn(5, 4))
+        assert found.lipschitz == pytest.approx(factor * norm, rel=1e-9)
 
 
 def test_calls_that_are_refused() -> None:

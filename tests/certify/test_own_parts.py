@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import equilibria as eq
-from equilibria.certify import Guarantee
+from equilibria.certify import Guarantee, certify
 from equilibria.problems import (
     Activated,
     Curvature,
@@ -359,3 +360,31 @@ def test_a_function_that_mixes_samples_is_refuted() -> None:
     proof = eq.certify(problem, z=torch.linalg.solve(joint, right))
     assert proof.kind is Guarantee.none
     assert "depend on each other" in str(proof)
+
+
+class Encoded(eq.nn.OptEq):
+    """The layer of its problem at another input."""
+
+    def problem(self, x: Tensor) -> eq.Problem:
+        return super().problem(10.0 * x)
+
+
+LAYERS: dict[str, Any] = {
+    "problem": lambda: eq.nn.OptEq(4, 5, in_channels=3),
+    "problem by a subclass": lambda: Encoded(4, 5, in_channels=3),
+    "monotone": lambda: eq.nn.MonotoneDEQ(4, in_channels=3),
+    "blocks": lambda: eq.nn.DeepOptEq(4, (5, 6), in_channels=3),
+}
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_norm_of_u_counts_only_where_u_makes_c(name: str, hooked: bool) -> None:
+    """Where a hook or a subclass makes it, x ↦ c may be steeper; a hook may look at it."""
+    torch.manual_seed(0)
+    layer = LAYERS[name]().double()
+    last = layer.blocks[1].U if name == "blocks" else layer.U
+    x, seen = torch.randn(4, 3, dtype=torch.float64), list[Any]()
+    last.register_forward_hook(lambda _m, _x, c: 10.0 * c if hooked else seen.append(c))
+    for found in (certify(layer, x), certify(nn.Sequential(layer, nn.Linear(4, 3).double()), x)):
+        assert (found.lipschitz in (None, math.inf)) == (hooked or name == "problem by a subclass")

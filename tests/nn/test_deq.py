@@ -184,6 +184,17 @@ def test_state_dicts_go_both_ways() -> None:
     torch.testing.assert_close(warm, layer(x), rtol=1e-6, atol=1e-7)
 
 
+def test_a_state_may_be_wider_than_x_and_start_from_its_own_answer() -> None:
+    x = torch.randn(3, 4)
+    layer = DEQ(lambda z, x: 0.5 * z + x.double(), start=lambda x: x.double())
+    z = layer(x)
+    torch.testing.assert_close(z, 2 * x.double(), rtol=1e-4, atol=1e-4)
+    assert torch.equal(layer(x, z.detach()), z.detach())
+    plain = DEQ(lambda z, x: 0.5 * z + x)
+    with pytest.raises(TypeError, match="meet a state of torch"):
+        plain(x, z.detach())
+
+
 # ---------------------------------------------------------------------- parts that move in training
 
 

@@ -29,7 +29,7 @@ from equilibria.problems.priors import Free, Prior
 from equilibria.problems.problem import Problem
 from equilibria.problems.regularizers import Regularizer
 
-from .claims import refuted_prox, refuted_regularizer
+from .claims import NOT_BY_U, refuted_prox, refuted_regularizer, stretched
 from .guarantee import Guarantee, solved, where_known
 from .map_certificate import MapCertificate
 from .rounding import direct_convolutions, norm, product_rounding, residual_rounding
@@ -129,7 +129,19 @@ def certify_block_chain(layer: BlockChain, x: Tensor, z: Tensor | None = None) -
     model.check_state(state, x)
     with direct_convolutions(state):
         c_off = [product_rounding(b.U, x) for b in model.each_block()]
-        return _certify(model, _Exact(model), exact(state), c, c_off, text)
+        found = _certify(model, _Exact(model), exact(state), c, c_off, text)
+    if stretched(lambda v: _beside(model.inject(v)), lambda v: _beside(_inputs(model, v)), x):
+        found = replace(found, lipschitz=None, lipschitz_note=NOT_BY_U)
+    return found
+
+
+def _inputs(model: BlockChain, x: Tensor) -> Sequence[Tensor]:
+    """U_l x without biases."""
+    return [block.input_operator()(x) for block in model.each_block()]
+
+
+def _beside(parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat([part.flatten(1) for part in parts], 1)
 
 
 def _certify(

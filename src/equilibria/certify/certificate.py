@@ -15,6 +15,7 @@ import copy
 import inspect
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
@@ -28,7 +29,7 @@ from equilibria.problems.problem import HiddenProblem, Problem
 from equilibria.problems.solving import minimize
 from equilibria.problems.splitting import Composite
 
-from .claims import refuted
+from .claims import refuted, stretched
 from .error_bounds import error_bound, local_modulus, tight_curvature
 from .gap import certify_sum
 from .guarantee import SAMPLED, Guarantee, Proven, Rows, number, solved, spread
@@ -42,6 +43,7 @@ class Certifiable(Protocol):
     It may also have ``input_norm_upper() -> float``, a rigorous bound on the norm of x → c̃, the
     features that the coupling sees; with it the Lipschitz constants are in x, without it in c. If
     it takes an argument, that is the shape of x without the batch: small maps have closer bounds.
+    With ``input_operator()``, the linear part of x → c, it is checked at x that c is made by it.
     And ``input_rounding(x) -> Tensor [B]``, a bound on how far float64 moves c, which the
     certificate of a network counts; for a single layer c is what it is.
     """
@@ -172,7 +174,16 @@ def _input_norm(layer: Any, x: Tensor) -> float | None:
     bound = getattr(layer, "input_norm_upper", None)
     if bound is None:
         return None
+    linear = getattr(layer, "input_operator", None)
+    if linear is not None and stretched(partial(_features, layer), linear(), x):
+        return math.inf
     return float(bound(x.shape[1:]) if inspect.signature(bound).parameters else bound())
+
+
+def _features(layer: Any, x: Tensor) -> Tensor:
+    """c of the layer's problem; zero where it has none by that name."""
+    c: Tensor = getattr(getattr(layer.problem(x), "coupling", None), "c", torch.zeros_like(x))
+    return c
 
 
 def _number(values: Tensor) -> float | Tensor:

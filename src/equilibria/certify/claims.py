@@ -6,12 +6,12 @@ state is proven, and tested.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from equilibria.engine.tree import per_sample
+from equilibria.engine.tree import per_sample, sample_norm
 from equilibria.problems.kernels import Activated, Coupling, SumCoupling, inner
 from equilibria.problems.objective import ritz_ends
 from equilibria.problems.operators import LinearOperator, ModuleOperator, TransposedOperator
@@ -19,6 +19,7 @@ from equilibria.problems.priors import Prior
 from equilibria.problems.problem import Problem
 from equilibria.problems.regularizers import Regularizer
 
+NOT_BY_U = "c is not Ux + b: a hook or a subclass makes it in another way"
 _PAIRS = 6
 _SLACK = 1e-7  # relative: what rounding and an inner solve may do
 
@@ -103,6 +104,16 @@ def refuted_bounds(q: Coupling, z: Tensor) -> str | None:
             value = float((most - high).max() + high.max())
             return f"the Hessian has curvature {value:.4g}, above L = {float(high.max()):.4g}"
     return None
+
+
+def stretched(
+    features: Callable[[Tensor], Tensor], linear: Callable[[Tensor], Tensor], x: Tensor
+) -> bool:
+    """Whether c moves further than Ux from the input 0 to x: ‖U‖ does not bound x ↦ c then."""
+    c, start = features(x), features(torch.zeros_like(x))
+    moved, reach, size = (sample_norm([t.double()]) for t in (c - start, linear(x), c))
+    slack = torch.finfo(c.dtype).eps ** 0.5 * (moved + reach + size)
+    return bool((moved > reach + slack).any())
 
 
 def _mixes(q: Coupling, z: Tensor) -> bool:

@@ -18,6 +18,7 @@ made in its own dtype, with bounds on the rounding.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -38,7 +39,7 @@ from equilibria.problems.priors import Prior
 from equilibria.solvers.forward_backward import ForwardBackward, forward_backward_factor
 from equilibria.solvers.peaceman_rachford import PeacemanRachford, peaceman_rachford_factor
 
-from .claims import refuted_prox
+from .claims import NOT_BY_U, refuted_prox, stretched
 from .guarantee import SAMPLED, Guarantee, solved, where_known
 from .map_certificate import MapCertificate
 from .rounding import direct_convolutions, product_rounding
@@ -65,11 +66,23 @@ def certify_monotone(layer: MonotoneLayer, x: Tensor, z: Any = None) -> MapCerti
     """The certificate of ``layer`` at x, for z or for the layer's own answer."""
     z, solver = solved(lambda: layer.solve(x), z)
     (c,) = layer.inject(x)
+    stretches = stretched(lambda v: layer.inject(v)[0], partial(_linear, layer.U), x)
+    reach = math.inf if stretches else layer.input_norm_upper()
     own = layer.inclusion(x)
     inclusion = MonotoneInclusion(own.operator.double(), layer.prior, own.tiers)
     parts = tuple(exact(part) for part in own.parts(z))
     with direct_convolutions(x):
-        return _certify(layer, inclusion, parts, exact(c), product_rounding(layer.U, x), solver)
+        c_off = product_rounding(layer.U, x)
+        return _certify(layer, inclusion, parts, exact(c), c_off, reach, solver)
+
+
+def _linear(u: Any, x: Tensor, weight: Tensor | None = None) -> Tensor:
+    """Ux without a bias, or with another weight in place of U."""
+    weight = u.weight if weight is None else weight
+    out: Tensor = (
+        F.linear(x, weight) if isinstance(u, nn.Linear) else u._conv_forward(x, weight, None)
+    )
+    return out
 
 
 def _certify(
@@ -78,6 +91,7 @@ def _certify(
     z: States,
     c: Tensor,
     c_off: Tensor,
+    reach: float,
     solver: str,
 ) -> MapCertificate:
     operator = inclusion.operator
@@ -101,8 +115,8 @@ def _certify(
         notes.append(f"REFUTED: {wrong}")
     elif m > 0:
         proven = Guarantee.contraction if factor < 1 else Guarantee.strong_monotonicity
-        lipschitz = layer.input_norm_upper() / m * _UP
-        note = "‖U‖/m (Pabbaraju, Winston and Kolter)"
+        lipschitz = reach / m * _UP if math.isfinite(reach) else None
+        note = "‖U‖/m (Pabbaraju, Winston and Kolter)" if math.isfinite(reach) else NOT_BY_U
     else:
         error = torch.full_like(error, math.inf)
         notes.append(
@@ -149,8 +163,7 @@ def entrywise(layer: Any, x: Tensor, entries: Tensor) -> tuple[float, Tensor | N
     """
     u, dense = layer.U, isinstance(layer.U, nn.Linear)
     weight = u.weight.abs()  # of a constrained U too, which makes its weight anew for every call
-    image = F.linear(entries, weight) if dense else u._conv_forward(entries, weight, None)
-    c: Tensor = image * (1.0 + 1e-9)
+    c = _linear(u, entries, weight) * (1.0 + 1e-9)
     operator = layer.inclusion(x).operator.double()
     m = operator.modulus_lower()
     reach = [float(c.norm())]

@@ -27,7 +27,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, overload, runtime_checkable
+from typing import Any, Protocol, overload
 
 import torch
 from torch import Tensor, nn
@@ -62,7 +62,6 @@ class Enclosed:
     """The exact output lies within this of ``value``, ℓ2, [B]."""
 
 
-@runtime_checkable
 class Enclosing(Protocol):
     """A module that says itself what is proven of its output."""
 
@@ -187,8 +186,9 @@ class TrackedNetwork:
         self.network = plain_copy(model).double()
         inside: set[nn.Module] = set()  # of modules that answer for all that they hold
         for name, module in self.network.named_modules():
-            _intercept(name, module, solved, tracked=module not in inside)
-            if hasattr(module, "enclose"):
+            encloses = _encloses(module)
+            _intercept(name, module, solved, tracked=module not in inside, encloses=encloses)
+            if encloses:
                 inside |= set(module.modules()) - {module}
 
     @torch.inference_mode(False)  # it would not count changes in place
@@ -219,17 +219,17 @@ class TrackedNetwork:
 
 
 def _judged(logits: Tracked, norm: str) -> NetworkCertificate:
-    values = logits.plain()
+    values = logits.numbers
     label = values.argmax(1)
     margin = values.gather(1, label[:, None]) - values
     off = 64 * UNIT * (values.abs().amax(1, keepdim=True) + values.abs())
     if logits.rows is None:
         gap, before = torch.full_like(margin, math.sqrt(2.0) * UP), logits
     else:
-        weight, before = logits.rows
+        weight, before, norms = logits.rows
         apart = weight[label][:, None] - weight[None]
         gap = sample_norm([apart.flatten(0, 1)]).view_as(margin) * (1.0 + 1e-12)
-        size = sample_norm([before.plain()])[:, None] * weight.abs().sum(1).max()
+        size = norms[:, None] * weight.abs().sum(1).max()
         off = off + 4 * sum_error(weight.shape[1] + 1) * size
     off, reach = off + gap * before.error[:, None], gap * before.lipschitz
     if logits.rows is not None and before.entries is not None:
@@ -261,11 +261,19 @@ def _made(constrained: nn.Module) -> Tensor:
     return made
 
 
-def _intercept(name: str, module: nn.Module, solved: Solved, *, tracked: bool) -> None:
+def _encloses(module: nn.Module) -> bool:
+    """Whether it is ``Enclosing``, and no ``forward`` was put above its ``enclose`` later."""
+    kinds = (module, *type(module).__mro__)
+    return "enclose" in next(vars(k) for k in kinds if {"forward", "enclose"} & vars(k).keys())
+
+
+def _intercept(
+    name: str, module: nn.Module, solved: Solved, *, tracked: bool, encloses: bool
+) -> None:
     """Let the module answer with bounds when it is called with a tracked tensor."""
     changed: Any = module
-    if isinstance(module, Enclosing):
-        changed.forward = partial(_enclosed, module)
+    if encloses:
+        changed.forward = partial(_enclosed, changed)
     elif getattr(module, "is_equilibrium", False) and not hasattr(module, "branches"):
         inner = partial(_plainly, name, module, changed.solve, solved)
         if not tracked:  # the module around it asks for the solve, and for what is proven
@@ -278,7 +286,7 @@ def _intercept(name: str, module: nn.Module, solved: Solved, *, tracked: bool) -
 def _enclosed(module: Enclosing, x: Tracked) -> Tensor:
     x = x.current()
     with torch._C.DisableTorchFunction():  # plain tensors alone
-        found = module.enclose(x.plain())
+        found = module.enclose(x.numbers)
     return x.passed(found.value, found.lipschitz, found.error)
 
 
@@ -296,15 +304,15 @@ def _solved(
     """A solve whose answer carries what the layer's certificate proves."""
     x = x.current()
     with torch._C.DisableTorchFunction():  # plain tensors alone; a problem may use torch.func
-        solution = solve(x.plain(), z0, **options)
-        found = distance(layer, x.plain(), solution.value)
+        solution = solve(x.numbers, z0, **options)
+        found = distance(layer, x.numbers, solution.value)
     if found.lipschitz is None:
         x.notes.append(f"layer {name}: {found.note}")
     constant = math.inf if found.lipschitz is None else found.lipschitz
     wrap = partial(x.passed, constant=constant, own=found.error)
     value = pytree.tree_map_only(Tensor, wrap, solution.value)
     if x.entries is not None and found.lipschitz is not None and hasattr(layer, "inclusion"):
-        size, entries = entrywise(layer, x.plain(), x.entries)
+        size, entries = entrywise(layer, x.numbers, x.entries)
         value.lipschitz = min(value.lipschitz, size)
         value.bounded(entries)
     return dataclasses.replace(solution, value=value)

@@ -7,6 +7,7 @@ none is known, with an infinite constant and a note. What leaves torch is refuse
 from __future__ import annotations
 
 import math
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -30,18 +31,26 @@ class Tracked(Tensor):
 
     lipschitz: float
     error: Tensor
-    rows: tuple[Tensor, Tracked] | None
-    """V and h, where this is Vh + d."""
+    rows: tuple[Tensor, Tracked, Tensor] | None
+    """V, h and ‖h‖, where this is Vh + d."""
     entries: Tensor | None
     """e [1, ...]: no entry moves by more than ε·e when the input moves by ε in ℓ∞."""
     notes: list[str]
     version: int
     """Of the numbers: where torch counts another one, they were changed in place since."""
     numbers: Tensor
+    """The values. The memory of the tensor itself holds NaN."""
 
     @staticmethod
     def wrap(value: Tensor, lipschitz: float, error: Tensor, notes: list[str]) -> Tracked:
-        made: Tracked = value.as_subclass(Tracked)
+        if value.is_inference():  # torch does not count changes of it
+            raise CannotFollowError(
+                "certify cannot follow values of the input through torch.inference_mode(); use "
+                "torch.no_grad() in the network."
+            )
+        # What reads memory without asking torch, such as an extension in C++, finds NaN.
+        hidden = torch.full(value.shape, math.nan, dtype=torch.float64, device=value.device)
+        made: Tracked = hidden.as_subclass(Tracked)
         made.lipschitz, made.error, made.rows, made.notes = lipschitz, error, None, notes
         made.entries, made.version, made.numbers = None, value._version, value
         return made
@@ -52,20 +61,16 @@ class Tracked(Tensor):
         if entries is not None:
             self.lipschitz = min(self.lipschitz, float(sample_norm([entries])) * (1.0 + 1e-9))
 
-    def plain(self) -> Tensor:
-        return self.numbers
-
     def as_subclass(self, cls: Any) -> Any:
         """Itself: a network cannot take off what is known of it."""
         return self
 
     def current(self) -> Tracked:
         """Itself, or where its numbers were changed in place, them with nothing known."""
-        value = self.plain()
-        if value._version == self.version:
+        if self.numbers._version == self.version:
             return self
         self.notes.append("no Lipschitz constant is known for a value that is changed in place")
-        return self.unknown(value)
+        return self.unknown(self.numbers)
 
     def passed(self, value: Tensor, constant: float, own: Tensor | float = 0.0) -> Tracked:
         """``value``: of a function with this constant at self, with an error of its own."""
@@ -92,7 +97,7 @@ class Tracked(Tensor):
                     "certify cannot follow a network that assigns the data of a value that depends "
                     "on the input."
                 )
-            plain, options = pytree.tree_map_only(cls, cls.plain, (args, kwargs))
+            plain, options = pytree.tree_map_only(cls, attrgetter("numbers"), (args, kwargs))
             others = [t for t in leaves if type(t) is not cls and isinstance(t, Tensor)]
             before = _versions(others)
             out = None if name in _READS else func(*plain, **options)
@@ -178,9 +183,9 @@ def _versions(tensors: list[Tensor]) -> list[int]:
 _DATA, _SET_DATA = Tensor.data.__get__, Tensor.data.__set__  # type: ignore[attr-defined]
 _READS = {
     "__bool__", "__float__", "__int__", "__index__", "__contains__", "item", "tolist", "equal",
-    "allclose", "is_nonzero",
+    "allclose", "is_nonzero", "apply_", "map_", "map2_", "data_ptr",
 }  # fmt: skip
-"""What would let a network branch on its numbers."""
+"""What would let a network branch on its numbers, or hands them to what is not torch."""
 _COUNTS = {
     "nonzero", "argwhere", "unique", "unique_consecutive", "masked_select", "bincount",
     "repeat_interleave", "one_hot", "arange", "to_sparse", "pack_padded_sequence",
@@ -208,12 +213,13 @@ def _bounds(
     u, rule = sources[0], RULES.get(name)
     if rule is None or len(sources) > 1 or out.ndim == 0 or len(out) != len(u):
         return None
-    bound = rule(u.plain(), args, kwargs, out)
+    bound = rule(u.numbers, args, kwargs, out)
     if bound is None:
         return None
     found = u.passed(out, *bound)
     if name == "linear":
-        found.rows = (named(args, kwargs)["weight"], u)
+        weight = named(args, kwargs)["weight"].clone()  # it may be changed later
+        found.rows = (weight, u, sample_norm([u.numbers]))
     if u.entries is not None:
         found.bounded(_moved(name, func, u.entries, args, kwargs))
     return found

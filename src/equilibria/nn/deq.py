@@ -294,6 +294,9 @@ class DEQ(BlockHolder, MonitoredMapLayer):
     def start(self, x: Any, *injected: Any) -> Any:
         return self.begin(x)
 
+    def state_like(self, x: Any) -> bool:
+        return super().state_like(x) and not callable(self.initial)
+
     def after_solve(self, solution: Solution[Any], *injected: Any) -> None:
         self.move(solution.value, injected[0], failed_codes(solution.result))
 

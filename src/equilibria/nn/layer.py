@@ -224,6 +224,10 @@ class MapLayer(_SolvedLayer, ABC):
     def check_state(self, z: Any, x: Tensor) -> None:
         """Raise unless z is shaped as the state for x; a layer that knows the shape checks it."""
 
+    def state_like(self, x: Any) -> bool:
+        """Whether the state has the dtype of x."""
+        return isinstance(x, Tensor) and x.is_floating_point()
+
     def couples_batch(self) -> bool:
         """Whether T makes the samples of a batch depend on each other."""
         return False
@@ -242,7 +246,7 @@ class MapLayer(_SolvedLayer, ABC):
         injected = self.injected(x)
         start = self.start(x, *injected) if z0 is None else z0
         self.check_state(start, x)
-        if z0 is not None and isinstance(x, Tensor) and x.is_floating_point():
+        if z0 is not None and self.state_like(x):
             for part in pytree.tree_leaves(z0):
                 check_dtype(x, part)
         return self.bound_step(), start, injected

@@ -340,9 +340,7 @@ class MultiBranch(Branches):
         for i, (part, scale) in enumerate(
             zip(certificate.parts.values(), self.scales, strict=True)
         ):
-            error = getattr(part, "error_bound", None)
-            error = torch.full_like(part.residual, math.inf) if error is None else error
-            error = error.double().cpu()
+            error = part.error_bound.double().cpu()
             if self.chain and i:
                 slope = getattr(part, "lipschitz", None)
                 slope = math.inf if slope is None else slope
