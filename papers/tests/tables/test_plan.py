@@ -155,6 +155,12 @@ def test_any_number_of_epochs_can_be_asked_for(epochs: int) -> None:
     assert all(1 <= m < epochs for m in found.milestones)
 
 
+def test_a_row_judged_by_held_out_images_is_not_trained_without() -> None:
+    """Hours of training would end in an error of the measure."""
+    with pytest.raises(ValueError, match=r"validation=0: .*held out; .*leave it out"):
+        plan(describe("ours-kernels").cells, Choices(overrides={"validation": 0}))
+
+
 def test_missing_data_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EQUILIBRIA_DATA", str(tmp_path / "cache"))
     job = describe("opteq-table10").jobs[0]
