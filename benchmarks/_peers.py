@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -75,8 +76,6 @@ class PeerBranches(nn.Module):
 @torch.no_grad()
 def residuals(layer: Any, x: Tensor, z: Tensor, samples: int = 16) -> Tensor:
     """‖T(z) − z‖/‖T(z)‖ of the first samples, in float64, [samples]."""
-    import copy
-
     exact = copy.deepcopy(layer).double().eval()
     with torch.autocast(x.device.type, enabled=False):
         problem = exact.problem(x[:samples].double())
@@ -84,6 +83,3 @@ def residuals(layer: Any, x: Tensor, z: Tensor, samples: int = 16) -> Tensor:
         there = problem.step(here)
     moved = (there - here).flatten(1).norm(dim=1)
     return moved / there.flatten(1).norm(dim=1)
-
-
-__all__ = ["PeerBranches", "PeerMap", "residuals"]

@@ -8,14 +8,13 @@ The weights stay as they were trained (four steps); only what a layer does at pr
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from _record import parser, write
 from torch import Tensor, nn
 
 from equilibria import data, models
@@ -26,12 +25,11 @@ from equilibria_papers.tables.provenance import made_by
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__)
+    options = parser(__doc__)
     options.add_argument("weights", type=Path)
     options.add_argument("--data-root", type=Path, required=True)
     options.add_argument("--limit", type=int, default=500, help="test images")
     options.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    options.add_argument("--out", type=Path, default=Path("results/ablation.json"))
     given = options.parse_args()
     test = data.load("cifar10", "test", root=given.data_root, progress=False)
     test = test.subset(range(min(given.limit, len(test))))
@@ -51,8 +49,7 @@ def main() -> None:
         "made_by": made_by(torch.device(given.device)),
         "rows": rows,
     }
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    given.out.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+    write(given.out / "ablation.json", made)
 
 
 def percent(right: Tensor) -> float:

@@ -43,26 +43,12 @@ def main() -> None:
         for channels, pixels in ((16, 32), (64, 16), (256, 8)):
             for bound in (0.9, 1.2):
                 torch.manual_seed(0)
+                shared: dict[str, Any] = {"in_channels": channels, "kernel_size": 3}
+                shared["constraint"] = eq.nn.NormBounded(bound=bound)
                 patch = eq.Patches(channels=8, size=2)
-                constraint = eq.nn.NormBounded(bound=bound)
-                layers = {
-                    "GEQ": eq.nn.GEQ(
-                        channels,
-                        channels,
-                        in_channels=channels,
-                        patch=patch,
-                        kernel_size=3,
-                        constraint=constraint,
-                    )
-                }
+                layers = {"GEQ": eq.nn.GEQ(channels, channels, patch=patch, **shared)}
                 if bound < 1:
-                    layers["OptEq"] = eq.nn.OptEq(
-                        channels,
-                        channels,
-                        in_channels=channels,
-                        kernel_size=3,
-                        constraint=constraint,
-                    )
+                    layers["OptEq"] = eq.nn.OptEq(channels, channels, **shared)
                 x = torch.randn(16, channels, pixels, pixels, device="cuda")
                 for kind, layer in layers.items():
                     layer = layer.cuda().eval()

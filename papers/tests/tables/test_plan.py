@@ -155,6 +155,12 @@ def test_any_number_of_epochs_can_be_asked_for(epochs: int) -> None:
     assert all(1 <= m < epochs for m in found.milestones)
 
 
+def test_a_row_judged_by_held_out_images_is_not_trained_without() -> None:
+    """Hours of training would end in an error of the measure."""
+    with pytest.raises(ValueError, match=r"validation=0: .*held out; .*leave it out"):
+        plan(describe("ours-kernels").cells, Choices(overrides={"validation": 0}))
+
+
 def test_missing_data_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EQUILIBRIA_DATA", str(tmp_path / "cache"))
     job = describe("opteq-table10").jobs[0]
@@ -245,6 +251,31 @@ def test_rows_that_say_a_number_of_steps_take_it(name: str) -> None:
                 found[cell.row] = (solver.max_steps, steps)
     assert len(found) == (4 if name == "ours-ablation" else 8)
     assert all(taken == said for taken, said in found.values()), found
+
+
+@pytest.mark.parametrize(
+    ("table", "rows"),
+    [
+        ("ours-kernels", ("stack, linear, equal", "stack, Gaussian, equal")),
+        ("ours-kernels", ("chain, linear, equal", "chain, Gaussian, equal")),
+        ("geq-table5", ("MOptEqs (Polynomial)", "MOptEqs (Sigmoid)")),
+    ],
+)
+def test_rows_that_say_equal_differ_in_the_kernel_alone(table: str, rows: tuple[str, ...]) -> None:
+    """Steps, gradient, bound, biases and, within 1%, size."""
+    found, sizes = [], []
+    for row in rows:
+        job = next(cell.job for cell in describe(table).cells if cell.row == row)
+        assert job is not None
+        model = models.create(job.model, **job.options)
+        layers = [m for m in model.modules() if hasattr(m, "solver")]
+        found.append([(m.solver, m.adjoint, m.constraint, m.U.bias is None) for m in layers])
+        sizes.append(models.count_parameters(model))
+    assert found[0] == found[1]
+    assert len(found[0]) == 6
+    assert sizes[0] == pytest.approx(sizes[1], rel=0.01)
+    taken = found[0][0][0]
+    assert (type(taken).__name__, taken.tau, taken.rtol) == ("ProximalGradient", 1.0, 0.0)
 
 
 @pytest.mark.parametrize(("size", "name"), [("5M", "5m"), ("8M", "8m")])

@@ -161,8 +161,8 @@ CELLS = {
     ],
     "geq-table5": [
         cell
-        for row, model, text in printed("geq-table5")
-        for cell in sized(row, "CIFAR-100", cifar(model, "cifar100"), "8M", text)
+        for row, model, text, change in printed("geq-table5")
+        for cell in sized(row, "CIFAR-100", cifar(model, "cifar100", **change), "8M", text)
     ],
     "geq-figure2": corruption_cells(
         {

@@ -49,7 +49,7 @@ def supply(planned: Planned, *, progress: bool = True) -> Supplied:
         # CIFAR-10 stands in for CIFAR-100, with two superclasses in place of its twenty.
         above = torch.tensor([int(name not in _VEHICLES) for name in whole.classes])
         names = ("vehicles", "animals")
-        whole, test = (_grouped(part, above[_labels(part)], names) for part in (whole, test))
+        whole, test = (_grouped(part, above[part.targets[:]], names) for part in (whole, test))
     if job.classes == "first half":
         whole = select_classes(whole, known_classes(whole))
     elif job.classes == "superclass":
@@ -86,11 +86,6 @@ def _read(
     return module.load(data_folder(name, root), split, image_size=image_size, progress=progress)
 
 
-def _labels(images: ImageData) -> Tensor:
-    assert isinstance(images.targets, Tensor)
-    return images.targets.long()
-
-
 def _grouped(images: ImageData, above: Tensor, names: tuple[str, ...]) -> ImageData:
     return dataclasses.replace(images, superclasses=above, superclass_names=names)
 
@@ -98,7 +93,7 @@ def _grouped(images: ImageData, above: Tensor, names: tuple[str, ...]) -> ImageD
 def _made_of_digits(planned: Planned, digits: ImageData) -> ImageData:
     """What a smoke test needs and the digits do not have: superclasses, or a class a pixel."""
     if planned.job.classes == "superclass":
-        return _grouped(digits, _labels(digits) // 5, ("below 5", "from 5 on"))
+        return _grouped(digits, digits.targets[:] // 5, ("below 5", "from 5 on"))
     if "segmentation" in planned.job.measures:
         assert isinstance(digits.images, Tensor)
         return dataclasses.replace(

@@ -179,6 +179,11 @@ def plan(cells: Iterable[Cell], choices: Choices) -> list[Planned]:
     made: dict[str, Planned] = {}
     for job in jobs.values():
         for new in plan_of(job, choices):
+            if "held out" in job.measures and not new.config.validation:
+                raise ValueError(
+                    f"validation=0: {job.name} is also judged by the images that are held out; "
+                    "give another share, or leave it out."
+                )
             one = made.get(new.key, new)
             measures = tuple(dict.fromkeys((*one.job.measures, *new.job.measures)))
             made[new.key] = one.measuring(measures)

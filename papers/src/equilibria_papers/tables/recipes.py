@@ -43,10 +43,11 @@ def job(
     ``first`` stands in place of the data in the name; ``more`` are other fields of Job.
     """
     families = _DECLARED["families"]["all"]
-    found = [(RATES[kind], tiny) for start, kind, tiny in families if model.startswith(start)]
+    found = [(kind, tiny) for start, kind, tiny in families if model.startswith(start)]
     if not found:
         raise ValueError(f"{model!r} belongs to no family of recipes.toml: add it there.")
-    speed, tiny = found[0]
+    kind, tiny = found[0]
+    speed = RATES.get(f"{kind} {model[-2:]}", RATES[kind])  # of this size, where it has its own
     return Job(
         name="-".join(filter(None, (first or data, model, tag))),
         model=model,
