@@ -345,13 +345,14 @@ def test_linear_solve_with_an_operator_across_the_batch(
 @pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize("scale", [1e-12, 1e-7, 1e12])
 def test_a_linear_operator_of_any_norm_across_the_batch(symmetric: bool, scale: float) -> None:
-    """Where A is small beside 1, x is large beside b: its rounding once hid the coupling."""
+    """Where A is small beside 1, x is large beside b: its rounding once hid the coupling. And where
+    x of one sample is small, its b, which the others make, says nothing of the norm of A."""
     generator = torch.Generator().manual_seed(3)
     noise = torch.randn(12, 12, generator=generator)
     matrix = 0.6 * noise / torch.linalg.matrix_norm(noise, 2) + torch.eye(12)
     matrix = scale * (matrix @ matrix.T if symmetric else matrix)
-    sizes = torch.tensor([1.0, 30.0, 1.0, 0.1])  # of the samples
-    b = (torch.randn(4, 3, generator=generator) * sizes[:, None]).requires_grad_()
+    x = torch.randn(4, 3, generator=generator) * torch.tensor([[1.0], [30.0], [1e-5], [0.1]])
+    b = (matrix @ x.flatten()).view_as(x).requires_grad_()
     leaf = matrix.clone().requires_grad_()
     solver = eq.CG() if symmetric else eq.GMRES()
     sol = eq.linear_solve(lambda v: (leaf @ v.flatten()).view_as(v), b, solver=solver)

@@ -259,14 +259,28 @@ def test_a_custom_function_inside_the_map() -> None:
 # Forward mode outside torch.func -------------------------------------------------------------
 
 
+@pytest.mark.parametrize("slices", [False, True])
 @pytest.mark.parametrize("way", CAPTURES)
-def test_plain_dual_numbers(way: str) -> None:
+def test_plain_dual_numbers(way: str, slices: bool) -> None:
+    """Also where T(z) is slices of a tensor, whose tangents lie otherwise in memory."""
     weight, x = TANH.parameters
     directions = draw(98, 4, 4), draw(99, 3, 4)
+
+    def parts(z: Tensor) -> Any:
+        return (z[:, :1], z[:, 1:]) if slices else (z,)
+
     with forward_ad.dual_level():
         w, d = (forward_ad.make_dual(p, v) for p, v in zip((weight, x), directions, strict=True))
         fn, args = CAPTURES[way](w, d)
-        value, tangent = forward_ad.unpack_dual(solve(fn, TANH.start, args))
+        found = eq.fixed_point(
+            lambda z, *args: parts(fn(torch.cat(z, 1), *args)),
+            parts(TANH.start),
+            args,
+            solver=BACKWARDS["picard"],
+            adjoint=eq.Implicit(solver=eq.GMRES(rtol=1e-13)),
+            coupled=slices,  # so that all samples end at one step, in the memory of T(z)
+        ).value
+        value, tangent = forward_ad.unpack_dual(torch.cat(found, 1))
     assert_close([value.flatten()], [dense_of("tanh").z])
     assert_close([tangent.flatten()], [pushed_by_hand(directions)])
 

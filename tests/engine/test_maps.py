@@ -41,6 +41,8 @@ def test_wrong_answers_say_what_differs(fn: Any, kind: type, message: str) -> No
             eq.fixed_point(fn, Z, adjoint=adjoint)
     with pytest.raises(kind, match=message):
         eq.linear_solve(fn, Z + 1)
+    with torch.inference_mode(), pytest.raises(kind, match=message):
+        eq.fixed_point(fn, Z + 1)
 
 
 def test_wrong_trees_say_what_differs() -> None:

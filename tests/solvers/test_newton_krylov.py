@@ -120,6 +120,21 @@ def test_scale_does_not_matter(f_scale: float, z_scale: float, seed: int) -> Non
     torch.testing.assert_close(gradients[1] / unit, gradients[0], rtol=1e-8, atol=1e-12)
 
 
+def test_the_gradient_at_a_root_of_zero() -> None:
+    """Where z and its start are 0, they say nothing of the size of J."""
+    a, g = randn(4, 4, seed=1).float() + 4 * torch.eye(4), randn(3, 4, seed=2).float()
+    c = torch.tensor([[0.0], [1.0], [0.0]]).expand(3, 4).clone().requires_grad_()
+    sizes = torch.tensor([[1.0], [1e-6], [1e-20]])
+    found = eq.root(lambda z: sizes * (z @ a.T + z * z * z - c), torch.zeros(3, 4))
+    assert found.converged.all()
+    assert not found.value[[0, 2]].any()
+    ours = torch.autograd.grad((found.value * g).sum(), c)[0]
+    z = found.value.detach().double()
+    jacobian = a.double() + torch.diag_embed(3 * z * z)
+    wanted = torch.linalg.solve(jacobian.mT, g.double().unsqueeze(-1)).squeeze(-1)
+    torch.testing.assert_close(ours.double(), wanted, rtol=1e-4, atol=1e-4)
+
+
 @settings(max_examples=10, deadline=None, derandomize=True)
 @given(start=st.floats(-30, 100))
 def test_a_start_far_away_does_not_loosen_the_test(start: float) -> None:

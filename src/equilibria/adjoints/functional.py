@@ -175,7 +175,7 @@ class _SolveFunction(torch.autograd.Function):
         z0, deps = [t.detach() for t in tensors[:n]], [t.detach() for t in tensors[n:]]
         with torch.no_grad():
             done = _run(problem, z0, deps)
-        value = [v.view_as(v) for v in done.value]
+        value = [v.clone() for v in done.value]  # not views: a tangent need not lie as they do
         return (*value, done.result, done.steps, done.residual, done.relative)
 
     @staticmethod

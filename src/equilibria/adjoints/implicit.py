@@ -36,7 +36,6 @@ from equilibria.engine.tree import (
     sample_norm,
     scale_samples,
     subtract,
-    without_graph,
 )
 
 from .backward import note_backward, refuse_batches, solve_adjoint
@@ -230,10 +229,11 @@ def attach(fn: Map, z: Leaves, graph: Evaluation, rule: Rule) -> Leaves:
 
 def attach_linear(product: Map, b: Leaves, done: Iterated, solver: LinearSolver) -> Leaves:
     """The answer x = A⁻¹b of a solve, differentiable in b and what A captures."""
-    size = (sample_norm(without_graph(b)) / sample_norm(done.value)).nan_to_num(0.0, 0.0)
+    with torch.no_grad():
+        ones = [torch.ones_like(x) for x in done.value]
+        size = sample_norm(product(ones)) / sample_norm(ones)
     # One for all that A couples: rows in units of their own would make it unsymmetric for CG.
-    own = (size > 0) & (not done.coupled)
-    inverse = 1.0 / power_of_two(torch.where(own, size, size.amax()))
+    inverse = 1.0 / power_of_two(size.amax().expand_as(size) if done.coupled else size)
 
     def richardson(state: Any, right: Any) -> Any:
         # x + (b − Ax)/‖A‖, about: of x + b − Ax rounding would leave nothing of a small A.

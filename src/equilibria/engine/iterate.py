@@ -307,7 +307,7 @@ class _Run:
         clear = self.judge.clearly_passing(residual, scale, None)
         if clear is not None and not any(clear):
             return None
-        passed = self._still_active(self.judge.passes(point, residual, scale))
+        passed = self.judge.passes(point, residual, scale)
         size = torch.maximum(residual, scale)
         odd = strange(size) & ~passed
         count, extreme = _count([passed, odd])

@@ -98,11 +98,11 @@ class LinearSolver(ABC):
     def _checked(self, matvec: MatVec, b: Leaves, x0: Leaves | None) -> _Check:
         """Solve for each sample by itself, and look at b − Ax."""
         product, right, scale = _ordinary(matvec, b)
-        start = None
+        norm, start = sample_norm(right), None
         if x0 is not None:
             wide = [x.to(c.dtype) for x, c in zip(x0, right, strict=True)]
-            start = scale_samples(1.0 / scale, wide)
-        norm = sample_norm(right)
+            # Where b = 0 the answer is 0, and no other start comes to a residual of 0.
+            start = keep_samples(norm > 0, scale_samples(1.0 / scale, wide))
         target = self.atol / scale + self._tolerance(b) * norm
         done = self.run(product, right, start, norm, target)
         done.value = _restored(done.value, scale, b)
@@ -199,19 +199,14 @@ def _ordinary(matvec: MatVec, b: Leaves) -> tuple[MatVec, Leaves, Tensor]:
     answer changes.
     """
     wide = _wide(b)
-    scale = _unit(wide)
+    largest = torch.stack([x.reshape(x.shape[0], -1).abs().amax(1) for x in wide]).amax(0)
+    scale = power_of_two(largest)
     return _widened(matvec, [x.dtype for x in b]), scale_samples(1.0 / scale, wide), scale
 
 
 def _restored(x: Leaves, scale: Tensor, like: Leaves) -> Leaves:
     """x in the units and the dtypes of the system that was given."""
     return [v.to(b.dtype) for v, b in zip(scale_samples(scale, x), like, strict=True)]
-
-
-def _unit(b: Leaves) -> Tensor:
-    """The power of two near max|b| of each sample, [B]."""
-    largest = torch.stack([x.reshape(x.shape[0], -1).abs().amax(1) for x in b]).amax(0)
-    return power_of_two(largest)
 
 
 def _begin(matvec: MatVec, b: Leaves, x0: Leaves | None) -> tuple[Leaves, Leaves, int]:

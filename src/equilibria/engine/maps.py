@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .transforms import version
+from .transforms import for_any_mode, version
 from .tree import (
     Leaves,
     TreeSpec,
@@ -79,6 +79,8 @@ class Map:
 
     def __call__(self, z: Leaves) -> Leaves:
         self.evaluations += 1
+        if not self._checked:
+            z = _counting(z)
         before = None if self._checked else _versions(z)
         if self._single:
             out = self.fn(z[0], *self.args)
@@ -226,6 +228,14 @@ class Map:
             size = sample_norm([torch.where(finite, a, 0)])
             if bool((gap > 100 * torch.finfo(a.dtype).eps ** 0.75 * size).any()):
                 raise ValueError(_NOT_SEPARABLE)
+
+
+def _counting(z: Leaves) -> Leaves:
+    """z, or in inference mode, whose tensors do not count changes in place, a copy that does."""
+    if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
+        return z
+    with for_any_mode():
+        return [x.clone() for x in z]
 
 
 def _versions(z: Leaves) -> list[int]:

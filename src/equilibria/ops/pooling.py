@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from equilibria.engine.transforms import functorch_active, transforms_active
+from equilibria.engine.transforms import transforms_active
 
 from .gaussian_patches import TRITON
 
@@ -38,9 +38,7 @@ def average_pool(x: Tensor, kh: int, kw: int) -> Tensor:
 def _can_fuse(x: Tensor) -> bool:
     if not TRITON or not x.is_cuda or x.dtype not in _TYPES or torch.compiler.is_compiling():
         return False
-    if not x.is_contiguous(memory_format=torch.channels_last):
-        return False
-    return not transforms_active() and not functorch_active()
+    return x.is_contiguous(memory_format=torch.channels_last) and not transforms_active()
 
 
 class _Blocks(torch.autograd.Function):

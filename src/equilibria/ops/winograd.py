@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from equilibria.engine.spectral import pull_with_graph
-from equilibria.engine.transforms import for_any_mode, functorch_active, transforms_active
+from equilibria.engine.transforms import for_any_mode, transforms_active
 
 _G = (
     (1 / 4, 0.0, 0.0),
@@ -40,7 +40,7 @@ def can_use_winograd(x: Tensor, weight: Tensor) -> bool:
     Not under torch.func, forward-mode AD, torch.compile or autocast.
     """
     # First: a compiler would take a test of the sizes below for a limit on them.
-    if torch.compiler.is_compiling() or functorch_active() or transforms_active():
+    if torch.compiler.is_compiling() or transforms_active():
         return False
     if x.device.type != "cpu" or x.dtype != torch.float32 or weight.dtype != torch.float32:
         return False

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from equilibria.engine.solver import Bounds, Choice, Point, Reached, Solver, SolverOptions
-from equilibria.engine.tree import Leaves, sample_norm, take_samples, where_sample
+from equilibria.engine.tree import Leaves, sample_norm, take_samples, where_sample, without_graph
 
 
 @dataclass
@@ -73,7 +73,7 @@ class BestIterate(Solver):
         return z, BestState(inner, best)
 
     def fallback(self, point: Point, state: BestState) -> Reached:
-        norm, scale = point.residual_norm, sample_norm([f.detach() for f in point.f])
+        norm, scale = point.residual_norm, sample_norm(without_graph(point.f))
         if state.best is None:
             return point.z, norm, scale
         best, least, size = state.best

@@ -267,11 +267,14 @@ class _Run:
         return self.at.push(v)
 
     def _reference(self, z: Leaves) -> tuple[Tensor, Tensor]:
-        """‖Jw‖ and ‖w‖, |w| = |z| + |z − z0|."""
+        """‖Jw‖, |w| = |z| + |z − z0|, and about ‖J‖: ‖Jw‖/‖w‖ of this w, or of ones where w = 0."""
         w = []
         for x, x0 in zip(self.at.wide(z), self.at.wide(self.z0), strict=True):
             w.append(x + torch.where(x < 0, -1.0, 1.0) * (x - x0).abs())
-        return sample_norm(self._push(w)), sample_norm(w)
+        none = sample_norm(w) == 0
+        w = where_sample(none, [torch.ones_like(x) for x in w], w)
+        image = sample_norm(self._push(w))
+        return torch.where(none, 0.0, image), image / sample_norm(w)
 
     def _passes(self, z: Leaves, norm: Tensor, asked: Tensor) -> Tensor:
         """Which of the samples ``asked`` have converged; z is where f was evaluated for them."""
@@ -316,7 +319,7 @@ class _Run:
     def _outcome(self, z: Leaves, code: Tensor, steps: Tensor) -> tuple[Iterated, Tensor]:
         """f is evaluated once more, at the answers of all samples together."""
         norm = sample_norm(self._linearize(z).f)
-        reference, size = self._reference(z)
+        reference, slope = self._reference(z)
         allowed = self.solver.atol + self.rtol * reference.nan_to_num(0.0, 0.0, 0.0)
         slack = 4 * torch.finfo(norm.dtype).eps * reference  # f may round differently each time
         lost = (code == int(Result.converged)) & ~(norm <= 1.01 * allowed + slack)
@@ -329,7 +332,7 @@ class _Run:
         done = Iterated(z, code, steps.to(torch.int32), *numbers)
         if set(counts) != {Result.converged}:
             done.coupled = self.fn.couples(z, self.at.narrow())
-        return done, torch.where(size > 0, reference / size, 1.0)
+        return done, slope
 
 
 def _same(a: Leaves, b: Leaves) -> Tensor:
