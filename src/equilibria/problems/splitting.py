@@ -25,7 +25,7 @@ from equilibria.engine.krylov import GMRES
 from equilibria.engine.options import check_number, options
 from equilibria.engine.result import NotConvergedError, Result, Solution, warn_user
 from equilibria.engine.solver import Bounds, Choice, SolverOptions
-from equilibria.engine.tree import per_sample
+from equilibria.engine.tree import per_sample, sample_norm
 from equilibria.entry import TrajectoryCallback, fixed_point
 from equilibria.problems.kernels import Coupling, Curvature, SumCoupling, inner
 from equilibria.problems.objective import LeastSquares
@@ -41,7 +41,6 @@ Inverse = Callable[[Tensor, float], Tensor]
 Advanced = tuple[State, Tensor, list[Tensor]]
 
 _STEPS = ("rho", "gamma", "tau", "sigma")
-_FAR = 1e30  # a step that moves whatever is no minimizer
 _DENSE = 2048  # largest state of which ADMM inverts a matrix
 _ADJOINT = Implicit(solver=GMRES(restart=60, max_steps=2000))  # J may have eigenvalues near 1
 
@@ -460,16 +459,16 @@ def _checked(
 
 
 def _norm(t: Tensor) -> Tensor:
-    found: Tensor = t.flatten(1).norm(dim=1)
-    return found
+    return sample_norm([t])
 
 
 def _minimizes_each(problem: Composite, z: Tensor, limit: float) -> Tensor:
     """Whether z is a minimizer of every part, as where sets meet, [B]: the duals are 0 there, and
     what is left of them is rounding."""
+    step = torch.finfo(z.dtype).max ** 0.8  # it moves whatever is no minimizer
     parts = [(problem.prior, z)]
     parts += [(h, image) for (h, _), image in zip(problem.terms, problem.images(z), strict=True)]
-    still = [_norm(h.prox(at, _FAR) - at) <= limit * _norm(at) for h, at in parts]
+    still = [_norm(h.prox(at, step) - at) <= limit * _norm(at) for h, at in parts]
     return torch.stack(still).all(0)
 
 
