@@ -230,6 +230,13 @@ def test_a_prox_of_norms_at_any_scale(dtype: torch.dtype, scales: tuple[float, .
         ball, shrunk = eq.Ball(s).prox(given), eq.GroupSoftThreshold(0.5 * s).prox(given)
         torch.testing.assert_close(ball.double() / s, v / length, atol=1e-6, rtol=0)
         torch.testing.assert_close(shrunk.double() / s, v - 0.5 * v / length, atol=1e-6, rtol=0)
+        normal = torch.tensor([NORMAL], dtype=torch.float64)
+        over = (v @ normal.mT - 0.3).clamp(min=0.0) / normal.square().sum()
+        inside = eq.HalfSpace((normal * s).to(dtype), 0.3 * s).prox(v.to(dtype)).double()
+        torch.testing.assert_close(inside, v - over * normal, atol=1e-6, rtol=0)
+    small, large = scales
+    far = eq.Ball(small).prox((v * large).to(dtype)).double() / small
+    torch.testing.assert_close(far, v / length, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("tau", [0.4, 1.0, 2.5])

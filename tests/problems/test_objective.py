@@ -342,6 +342,8 @@ def test_errors_say_what_to_do() -> None:
         eq.Problem(eq.Free(), eq.LeastSquares(None, x), x=x)
     with pytest.raises(ValueError, match="one number per sample"):
         eq.minimize(eq.Problem(eq.Free(), smooth=lambda z, x: (z - x).square().sum(), x=x))
+    with pytest.raises(ValueError, match=r"shape \(2,\), takes \[B, ...\]"):
+        eq.Problem(eq.Free(), smooth=lambda z, x: (z - x) ** 2, x=x[:, 0]).objective(x[:, 0])
     with pytest.raises(ValueError, match="m <= L"):
         eq.Smooth(squares, x, bounds=(2.0, 1.0))
     with pytest.raises(ValueError, match="one positive number"):

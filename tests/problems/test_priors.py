@@ -407,3 +407,8 @@ def test_a_bad_sample_with_an_l1_regularizer_is_no_answer() -> None:
     assert found[1][0].converged.tolist() == [True, False, True]
     torch.testing.assert_close(found[1][1], found[0][1])
     assert bool(WithL1(eq.Tanh(), 0.2).prox(torch.tensor([math.nan]), 0.5).isnan())
+
+
+def test_the_value_of_a_sample_that_is_one_number() -> None:
+    z = torch.tensor([3.0, -2.0, 0.0])
+    torch.testing.assert_close(eq.SoftThreshold(2.0).sample_value(z), 2.0 * z.abs())

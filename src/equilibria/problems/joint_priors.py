@@ -310,8 +310,9 @@ class HalfSpace(JointPrior):
         if host_may_read(rows) and not bool(rows.any(1).all()):
             raise ValueError("HalfSpace(normal=...): got 0, takes a normal that is not 0")
 
-    def _measured(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The normal shaped as ``z``; then ``[B]``: its square, the excess, and its rounding."""
+    def _measured(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """``normal/|normal|``, shaped as ``z``; then ``[B]``: how far ``z`` is outside, and the
+        rounding of that."""
         wide = at_least_float32(z)
         normal = torch.as_tensor(aligned(self, "normal", z), dtype=wide.dtype, device=z.device)
         normal = normal.expand_as(wide)
@@ -321,26 +322,26 @@ class HalfSpace(JointPrior):
                 f"HalfSpace(offset=...): got a tensor of shape {tuple(offset.shape)}, takes a "
                 "number or [B], one per sample"
             )
-        offset = offset.flatten()
+        length = sizes(normal.reshape(len(z), -1), 1).flatten()
+        normal, offset = normal / per_sample(length, z), offset.flatten() / length
         size = _total((normal * wide).abs().detach()) + offset.detach().abs()
-        excess = _total(normal * wide) - offset
-        return normal, _total(normal * normal), excess, _slack(z, z[0].numel()) * size
+        return normal, _total(normal * wide) - offset, _slack(z, z[0].numel()) * size
 
     def value(self, z: Tensor) -> Tensor:
-        _, _, excess, off = self._measured(z)
+        _, excess, off = self._measured(z)
         return _indicator(z, excess <= off)
 
     def prox(self, v: Tensor, tau: float | Tensor = 1.0) -> Tensor:
         step_of_samples(tau, v)
         z = at_least_float32(v)
         for _ in range(2):  # the first is off by the rounding of v, which may be large
-            normal, square, excess, _ = self._measured(z)
-            z = z - per_sample(torch.relu(excess) / square, v) * normal
+            normal, excess, _ = self._measured(z)
+            z = z - per_sample(torch.relu(excess), v) * normal
         return z.to(v.dtype)
 
     def least_subgradient(self, z: Tensor, g: Tensor) -> Tensor:
-        normal, square, excess, off = self._measured(z)
-        pull = torch.relu(-_total(normal * g)) / square
+        normal, excess, off = self._measured(z)
+        pull = torch.relu(-_total(normal * g))
         held = torch.where(excess >= -off, pull, 0.0)
         return self._where_finite(z, g + per_sample(held, z) * normal)
 
@@ -386,7 +387,7 @@ class Ball(_OfNorms):
         step_of_samples(tau, v)
         size, radius = self._norm(v)
         far = size > radius
-        return (v * torch.where(far, radius / torch.where(far, size, 1.0), 1.0)).to(v.dtype)
+        return torch.where(far, v / torch.where(far, size, 1.0) * radius, v).to(v.dtype)
 
     def least_subgradient(self, z: Tensor, g: Tensor) -> Tensor:
         size, radius = self._norm(z)

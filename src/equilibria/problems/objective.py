@@ -86,6 +86,11 @@ class Smooth(Coupling):
         self._given = bounds is not None
 
     def _call(self, z: Tensor) -> Tensor:
+        if z.ndim < 2:
+            raise ValueError(
+                f"smooth got a state of shape {tuple(z.shape)}, takes [B, ...]: one number per "
+                "sample is [B, 1], as x.unsqueeze(1) or with state=(1,)"
+            )
         args = [part for part in (self.x, self.theta) if part is not None]
         value: Any = self.fn(z, *args)
         if not isinstance(value, Tensor) or value.shape != z.shape[:1]:

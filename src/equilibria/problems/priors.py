@@ -45,7 +45,7 @@ def at_least_float32(x: Tensor) -> Tensor:
 def per_sample_sum(t: Tensor) -> Tensor:
     """Sum over all but the batch, in float32 or better. [B, ...] → [B]."""
     dtype = torch.promote_types(t.dtype, torch.float32)
-    return t.sum(tuple(range(1, t.ndim)), dtype=dtype)
+    return t.sum(tuple(range(1, t.ndim)), dtype=dtype) if t.ndim > 1 else t.to(dtype)
 
 
 def check_step(tau: float | Tensor) -> float | Tensor:

@@ -25,7 +25,7 @@ from equilibria.engine.krylov import GMRES
 from equilibria.engine.options import check_number, options
 from equilibria.engine.result import NotConvergedError, Result, Solution, warn_user
 from equilibria.engine.solver import Bounds, Choice, SolverOptions
-from equilibria.engine.tree import per_sample
+from equilibria.engine.tree import per_sample, sample_norm
 from equilibria.entry import TrajectoryCallback, fixed_point
 from equilibria.problems.kernels import Coupling, Curvature, SumCoupling, inner
 from equilibria.problems.objective import LeastSquares
@@ -437,7 +437,9 @@ def _checked(
     """
     z = done.value.detach()
     limit = 100.0 * way.relative_tolerance(z.dtype, z.device.type)
-    far = done.converged & (_distance(problem, z, [t.detach() for t in y]) > limit)
+    far = done.converged & (_distance(problem, z, [t.detach() for t in y], limit) > limit)
+    if problem.smooth is None and bool(far.any()):
+        far = far & ~_minimizes_each(problem, z, limit)
     if not bool(far.any()):
         return done
     result = torch.where(far, int(Result.stagnated), done.result).to(done.result.dtype)
@@ -456,29 +458,40 @@ def _checked(
     return done
 
 
-def _distance(problem: Composite, z: Tensor, y: Sequence[Tensor]) -> Tensor:
+def _norm(t: Tensor) -> Tensor:
+    return sample_norm([t])
+
+
+def _minimizes_each(problem: Composite, z: Tensor, limit: float) -> Tensor:
+    """Whether z is a minimizer of every part, as where sets meet, [B]: the duals are 0 there, and
+    what is left of them is rounding."""
+    step = torch.finfo(z.dtype).max ** 0.8  # it moves whatever is no minimizer
+    parts = [(problem.prior, z)]
+    parts += [(h, image) for (h, _), image in zip(problem.terms, problem.images(z), strict=True)]
+    still = [_norm(h.prox(at, step) - at) <= limit * _norm(at) for h, at in parts]
+    return torch.stack(still).all(0)
+
+
+def _distance(problem: Composite, z: Tensor, y: Sequence[Tensor], limit: float) -> Tensor:
     """Of z from what a proximal step makes of it, and of its images from points with these
     subgradients, relative to their size, [B]."""
-
-    def norm(t: Tensor) -> Tensor:
-        found: Tensor = t.flatten(1).norm(dim=1)
-        return found
-
     near = _subgradients(problem, z, y)
-    pairs = zip(near, problem.terms, strict=True)
-    reach = norm(z)
-    gaps = [
-        norm(image - w) / (reach * (K.norm_upper() or math.inf)) for (image, w, _), (_, K) in pairs
-    ]
     slope, pulled = problem.gradient(z), problem.pull([dual for _, _, dual in near], z)
-    size = norm(slope) + norm(pulled)
-    unit = torch.where((size > 0) & (norm(z) > 0), norm(z) / size, 1.0)
-    # No longer than the curvature asks for: where little pulls, rounding would move it far.
     bounds = problem.curvature()
-    low, high = (torch.as_tensor(t).to(unit) for t in (bounds.lower, bounds.upper))
+    low, high = (torch.as_tensor(t).to(_norm(z)) for t in (bounds.lower, bounds.upper))
+    # A z that is nothing beside a gradient step 1/L is 0, of which no part is small.
+    zero = (_norm(slope) > 0) & (high * _norm(z) <= limit * _norm(slope))
+    reach = torch.where(zero, _norm(slope) / high, _norm(z))
+    pairs = zip(near, problem.terms, strict=True)
+    gaps = [
+        _norm(image - w) / (reach * (K.norm_upper() or math.inf)) for (image, w, _), (_, K) in pairs
+    ]
+    size = _norm(slope) + _norm(pulled)
+    unit = torch.where((size > 0) & (_norm(z) > 0), _norm(z) / size, 1.0)
+    # No longer than the curvature asks for: where little pulls, rounding would move it far.
     least = torch.maximum(low, torch.finfo(unit.dtype).eps ** 0.5 * high)
     at = per_sample(torch.minimum(unit, 1.0 / least), z)
-    moved = norm(problem.prior.prox(z - at * (slope + pulled), at) - z)
+    moved = _norm(problem.prior.prox(z - at * (slope + pulled), at) - z)
     ratios = [moved / (unit * size), *gaps]
     return torch.stack([t.nan_to_num(0.0) for t in ratios]).amax(0)
 
