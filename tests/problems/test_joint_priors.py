@@ -221,7 +221,7 @@ def test_least_subgradient_is_the_slope_of_steepest_descent(case: Case, seed: in
     [(torch.float32, (1e-30, 1e25)), (torch.float64, (1e-250, 1e200))],
     ids=["float32", "float64"],
 )
-def test_a_prox_of_norms_at_any_scale(dtype: torch.dtype, scales: tuple[float, ...]) -> None:
+def test_norms_at_any_scale(dtype: torch.dtype, scales: tuple[float, ...]) -> None:
     """Squares of these numbers leave the dtype."""
     v = 2 * randn(3, 6, seed=11)
     length = v.norm(dim=1, keepdim=True)
@@ -230,6 +230,13 @@ def test_a_prox_of_norms_at_any_scale(dtype: torch.dtype, scales: tuple[float, .
         ball, shrunk = eq.Ball(s).prox(given), eq.GroupSoftThreshold(0.5 * s).prox(given)
         torch.testing.assert_close(ball.double() / s, v / length, atol=1e-6, rtol=0)
         torch.testing.assert_close(shrunk.double() / s, v - 0.5 * v / length, atol=1e-6, rtol=0)
+        least = eq.GroupSoftThreshold(0.5 * s).least_subgradient(given, given)
+        torch.testing.assert_close(least.double() / s, v + 0.5 * v / length, atol=1e-6, rtol=0)
+        ramp = torch.arange(6, dtype=dtype).expand(3, 1, 6) * s
+        ends = torch.tensor([-0.5, 0.0, 0.0, 0.0, 0.0, 0.5], dtype=torch.float64)
+        for total in (eq.TotalVariation(0.5 * s), eq.TotalVariation2d(0.5 * s)):
+            least = total.least_subgradient(ramp, 0 * ramp)
+            torch.testing.assert_close(least.double() / s, ends.expand(3, 1, 6), atol=1e-6, rtol=0)
         normal = torch.tensor([NORMAL], dtype=torch.float64)
         over = (v @ normal.mT - 0.3).clamp(min=0.0) / normal.square().sum()
         inside = eq.HalfSpace((normal * s).to(dtype), 0.3 * s).prox(v.to(dtype)).double()
@@ -389,9 +396,9 @@ def test_low_precision(case: Case, dtype: torch.dtype) -> None:
     assert (
         float((got.double() - case.prior.prox(v.double())).abs().max()) < 8 * torch.finfo(dtype).eps
     )
-    value = prior.value(got)
-    assert value.dtype == torch.float32
-    assert bool(value.isfinite().all())
+    for answer in (prior.value(got), prior.least_subgradient(got, v)):
+        assert answer.dtype == torch.float32
+        assert bool(answer.isfinite().all())
     moved = prior.into_domain(v)
     assert bool(prior.value(moved).isfinite().all())
 

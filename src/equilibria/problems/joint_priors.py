@@ -424,7 +424,7 @@ class GroupSoftThreshold(_OfNorms):
     def least_subgradient(self, z: Tensor, g: Tensor) -> Tensor:
         size, weight = self._norm(z)
         zero = size == 0
-        along = g + weight * z / torch.where(zero, 1.0, size)
+        along = g + weight * (at_least_float32(z) / torch.where(zero, 1.0, size))
         return torch.where(zero, self._shrink(g, self._norm(g)[0], weight), along).to(size.dtype)
 
 
@@ -563,7 +563,7 @@ class NuclearNorm(_AlongDims):
         """``g + weight UV'`` on the ranges of ``z``; outside, the singular values of ``g`` less
         ``weight``."""
         weight = self._weight(z)
-        wide = at_least_float32(z)
+        wide, g = at_least_float32(z), at_least_float32(g)
         finite = _finite_matrices(wide)
         u, sigma, vh = torch.linalg.svd(torch.where(finite, wide, 0.0), full_matrices=False)
         there = sigma > _slack(z, max(z.shape[-2:])) * sigma[..., :1]
@@ -719,7 +719,7 @@ class _Chain(_AlongDim):
         finite = torch.where(down.isinf(), 0.0, down)
         pull = _pushed(-self._lines(g), torch.where(real, -jump.sign(), 0.0), finite, up)
         least = -chain_prox(pull, *(torch.where(real, 0.0, t) for t in (down, up)))
-        return self._where_finite(z, self._back(least, z))
+        return self._back(least, z)
 
 
 @dataclass(frozen=True)
@@ -758,3 +758,6 @@ class Isotonic(_Chain):
     def value(self, z: Tensor) -> Tensor:
         jump, real = _jumps(self._lines(z), torch.finfo(z.dtype).eps)
         return _indicator(z, _all((jump >= 0) | ~real))
+
+    def least_subgradient(self, z: Tensor, g: Tensor) -> Tensor:
+        return self._where_finite(z, super().least_subgradient(z, g))

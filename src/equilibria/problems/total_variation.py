@@ -181,6 +181,6 @@ class TotalVariation2d(JointPrior):
         jumps = _D(wide)
         size = self._size(jumps)
         flat = size <= 64.0 * torch.finfo(wide.dtype).eps * _peak(wide)
-        slope = torch.where(flat, 0.0, weight * jumps / torch.where(flat, 1.0, size))
+        slope = torch.where(flat, 0.0, weight * (jumps / torch.where(flat, 1.0, size)))
         pull = -g - _D.adjoint(slope.to(wide.dtype))
         return -self._solve(pull, torch.where(flat, weight, 0.0))[1].to(wide.dtype)
