@@ -45,7 +45,7 @@ class TestPhantomPlainSteps(PhantomContract):
 
 class TestPhantomNeumann(PhantomContract):
     adjoint = eq.Phantom(steps=4, damping=0.7, form="neumann")
-    under_transforms = twice = compiles = False
+    under_transforms = twice = False
 
 
 @pytest.mark.parametrize(("steps", "damping"), [(1, 1.0), (1, 0.5), (3, 1.0), (5, 0.8)])

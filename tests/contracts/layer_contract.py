@@ -29,6 +29,9 @@ from tests.contracts.problems import as_on_a_gpu, quietly
 TIGHT = eq.Anderson(rtol=1e-13, max_steps=600)
 LAPS = eq.Picard(rtol=0.0, atol=0.0, max_steps=3)
 EXACT = eq.Implicit(solver=eq.GMRES(rtol=1e-13, max_steps=400))
+# Adjoints that are part of a compiled graph; β < 1 keeps the first off the fused path.
+NEUMANN = eq.Phantom(steps=2, damping=0.7, form="neumann")
+BLIND = eq.Implicit(solver=eq.GMRES(rtol=0.0, atol=0.0, restart=12, max_steps=12))
 
 
 def check_gradients(
@@ -366,8 +369,11 @@ class LayerContract:
         [
             pytest.param(eq.Phantom(steps=2), True, id="phantom-train"),
             pytest.param(eq.Unrolled(), False, id="unrolled-eval", marks=pytest.mark.slow),
+            pytest.param(NEUMANN, True, id="neumann-train", marks=pytest.mark.slow),
+            pytest.param(BLIND, True, id="implicit-train", marks=pytest.mark.slow),
         ],
     )
+    @pytest.mark.filterwarnings("ignore:the backward solve missed its tolerance")
     def test_a_fixed_step_layer_compiles_whole(self, adjoint: Any, training: bool) -> None:
         check_compiles(self.made(solver=self.laps, adjoint=adjoint).train(training), self.drawn(2))
 

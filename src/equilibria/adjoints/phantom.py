@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,7 +19,6 @@ from equilibria.engine.solver import Solver
 from equilibria.engine.transforms import (
     forward_levels,
     forward_mode_active,
-    outside_compile,
     transforms_active,
 )
 from equilibria.engine.tree import Leaves, add
@@ -61,7 +60,8 @@ class Phantom(Adjoint):
             )
         done = solve_detached(fn, z0, solver, callback)
         if torch.is_grad_enabled():
-            if self.form == "unrolled":
+            # A compiler cannot read the autograd graph, but evaluates what is the same once.
+            if self.form == "unrolled" or torch.compiler.is_compiling():
                 done.value = carry(fn, done, self._unrolled)
             else:
                 done.value = self._neumann(fn, done)
@@ -70,7 +70,10 @@ class Phantom(Adjoint):
     def _unrolled(self, part: Isolated) -> Leaves:
         z = part.z
         for _ in range(self.steps):
-            f = part.fn(z)
+            if self.form == "unrolled":
+                f = part.fn(z)
+            else:
+                f = part.fn([_Standing.apply(a, b) for a, b in zip(part.z, z, strict=True)])
             if self.damping == 1.0:
                 z = f
             else:
@@ -78,7 +81,6 @@ class Phantom(Adjoint):
             z = cut_off(part.failed, z, part.z)
         return z
 
-    @outside_compile("the Neumann form reads the autograd graph; compile the map instead")
     def _neumann(self, fn: Map, done: Iterated) -> Leaves:
         steps, damping, stats = self.steps, self.damping, done.backward
 
@@ -86,6 +88,18 @@ class Phantom(Adjoint):
             return _SeriesRule(steps=steps, damping=damping, stats=stats, failed=failed)
 
         return attach_isolated(fn, done, rule)
+
+
+class _Standing(torch.autograd.Function):
+    """(z*, z) ↦ z*, with the gradient of z."""
+
+    @staticmethod
+    def forward(ctx: Any, fixed: Tensor, moving: Tensor) -> Tensor:
+        return fixed.view_as(fixed)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, grads[0]
 
 
 @dataclass(kw_only=True)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from equilibria.engine.transforms import may_keep, may_reuse, version
+from equilibria.engine.transforms import functorch_active, may_keep, may_reuse, version
 from equilibria.engine.tree import accumulation_dtype
 
 
@@ -100,6 +100,13 @@ def gaussian_message_jvp(
     return (e.unsqueeze(-1) * tm - slope.unsqueeze(-1) * v).to(tm.dtype)
 
 
+def is_channels_last(t: Tensor) -> bool:
+    """Whether the channels of t [B, C, H, W] lie side by side; no where nobody can tell."""
+    if torch.compiler.is_compiling() and functorch_active():
+        return False  # torch.func traced by a compiler: a tensor has no strides there
+    return t.shape[1] > 1 and t.stride(1) == 1
+
+
 def split_rows(r: Tensor, channels: int, size: int) -> Tensor:
     """[B, C, H, W] → [B, P, c_s·p²], columns in the order (channel, dy, dx)."""
     b, c, h, w = r.shape
@@ -125,8 +132,7 @@ def plain_message(
     """The message in plain PyTorch: the twin, and the oracle, of the fused form."""
     r = a - c
     message, _ = gaussian_message(split_rows(r, channels, size), metric, gamma)
-    last = r.stride(1) == 1 and r.shape[1] > 1
-    return merge_rows(message, r.shape, channels, size, channels_last=last)
+    return merge_rows(message, r.shape, channels, size, channels_last=is_channels_last(r))
 
 
 def permuted(metric: Tensor, channels: int, size: int) -> Tensor:

@@ -20,7 +20,14 @@ from torch import Tensor
 from equilibria.engine.spectral import pull_with_graph
 from equilibria.engine.transforms import functorch_active, transforms_active
 
-from .gaussian import gaussian_energies, merge_rows, permuted, restored, split_rows
+from .gaussian import (
+    gaussian_energies,
+    is_channels_last,
+    merge_rows,
+    permuted,
+    restored,
+    split_rows,
+)
 
 Cut = tuple[int, int]
 """(c_s, p): the channels of a patch and the length of its sides."""
@@ -38,7 +45,7 @@ if TRITON:
 
 def can_unshuffle(r: Tensor) -> bool:
     """Whether ``plane_rows`` of r [B, C, H, W] is faster: channels-last on a CPU."""
-    return r.device.type == "cpu" and r.shape[1] > 1 and r.stride(1) == 1 and not functorch_active()
+    return r.device.type == "cpu" and is_channels_last(r) and not functorch_active()
 
 
 def plane_rows(r: Tensor, channels: int, size: int) -> Tensor:
@@ -69,7 +76,7 @@ def can_fuse(a: Tensor, c: Tensor, metric: Tensor | None, channels: int, size: i
         return False
     if a.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return False
-    if not a.dtype == c.dtype == metric.dtype or a.stride(1) != 1 or a.shape[1] < 2:
+    if not a.dtype == c.dtype == metric.dtype or not is_channels_last(a):
         return False
     # Offsets are 32-bit integers.
     return a.numel() < 2**31 and not transforms_active() and not functorch_active()
@@ -150,8 +157,7 @@ def _plain_pull(
     if planes:
         dc = merge_planes(back, c.shape, cut[1])
     else:
-        last = c.stride(1) == 1 and c.shape[1] > 1
-        dc = merge_rows(back, c.shape, *cut, channels_last=last)
+        dc = merge_rows(back, c.shape, *cut, channels_last=is_channels_last(c))
     if metric is None or not with_metric:
         return dc, None
     wide = rows.to(g.dtype)

@@ -19,6 +19,7 @@ from .convolutions import convolve, convolve_add_relu
 from .gaussian import (
     gaussian_message,
     gaussian_message_jvp,
+    is_channels_last,
     merge_rows,
     permuted,
     restored,
@@ -100,7 +101,7 @@ class PatchMessage:
         return t if self.failed is None else torch.where(self.failed.view(-1, 1, 1, 1), 0.0, t)
 
     def _merge(self, rows: Tensor) -> Tensor:
-        last = self.c.stride(1) == 1 and self.c.shape[1] > 1
+        last = is_channels_last(self.c)
         return merge_rows(rows, self.c.shape, *self.cut, channels_last=last).to(self.c.dtype)
 
 

@@ -15,6 +15,7 @@ from equilibria.ops.gaussian import (
     gaussian_message,
     gaussian_message_jvp,
     gaussian_weights,
+    is_channels_last,
 )
 from equilibria.ops.gaussian_patches import (
     can_fuse,
@@ -225,8 +226,7 @@ class Gaussian(ImageCoupling):
         """[B, P, k] → [B, *out], in the memory format of ``like``."""
         if self.patches is None:
             return rows.reshape(like.shape)
-        dense_channels = like.stride(1) == 1 and like.shape[1] > 1
-        layout = torch.channels_last if dense_channels else torch.contiguous_format
+        layout = torch.channels_last if is_channels_last(like) else torch.contiguous_format
         return self.patches.merge(rows, like.shape, layout)
 
     def _residual(self, z: Tensor) -> Tensor:

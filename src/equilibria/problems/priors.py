@@ -52,7 +52,7 @@ def check_step(tau: float | Tensor) -> float | Tensor:
     """``tau`` itself; a Python number must be positive and finite (a tensor is not inspected)."""
     if isinstance(tau, Tensor):
         return tau
-    if not (math.isfinite(tau) and tau > 0):
+    if not 0.0 < tau < math.inf:
         raise ValueError(f"tau got {tau!r}, takes a positive finite number or a tensor of them")
     return float(tau)
 

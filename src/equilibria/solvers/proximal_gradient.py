@@ -49,7 +49,7 @@ class ProximalGradient(Solver):
 
     def for_problem(self, bounds: Bounds) -> Choice:
         if self.tau is not None:
-            return Choice(self, self.tau, f"ProximalGradient with the given step {self.tau:g}")
+            return Choice(self, self.tau, "ProximalGradient with the given step")
         modulus, smoothness = bounds()
         tau = proximal_step(modulus, smoothness, accelerate=self.accelerate)
         return Choice(self, tau, "ProximalGradient with its step from the bounds on the Hessian")
