@@ -62,11 +62,7 @@ def solve_adjoint(
         norm = _together(norm, size)
         residual = _together(residual, size) if solver.fixed_steps else residual
     relative = residual / norm.clamp_min(torch.finfo(norm.dtype).tiny)
-    result = done.result
-    if solver.fixed_steps:  # without a test: anything but an exact gradient is worth a warning
-        exact = (relative <= 2 * torch.finfo(norm.dtype).eps) & (result == Result.fixed_steps)
-        result = torch.where(exact, int(Result.converged), result).to(result.dtype)
-    return replace(done, result=result, residual=residual, relative=relative)
+    return replace(done, residual=residual, relative=relative)
 
 
 def _together(norm: Tensor, size: int) -> Tensor:
@@ -78,7 +74,9 @@ def note_backward(stats: BackwardStats, outcome: Iterated) -> None:
     """Count, and warn once a solve (of the layer's call, not of each sample)."""
     stats.solves += 1
     stats.steps, stats.residual = outcome.steps, outcome.relative
-    missed = int((outcome.result != int(Result.converged)).sum())
+    # Of a fixed number of steps, or a tolerance of 0, an exact gradient is no miss.
+    exact = outcome.relative <= 2 * torch.finfo(outcome.relative.dtype).eps
+    missed = int(((outcome.result != int(Result.converged)) & ~exact).sum())
     stats.unconverged += missed
     if missed:
         warn_user(
