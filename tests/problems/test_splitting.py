@@ -107,6 +107,17 @@ def test_a_point_where_sets_meet_has_converged(solver: SplittingOfSum) -> None:
     assert bool((z @ A[0] <= -0.1 + 1e-7).all())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_duals_that_are_small_beside_their_images_tell_a_minimum(dtype: torch.dtype) -> None:
+    """``min |z|_1`` with ``|1000 z_1 + 2000 z_2 - 3e5| <= 15000``: the dual is 1/2000."""
+    at, A = torch.tensor([[3e5]], dtype=dtype), torch.tensor([[1000.0, 2000.0]], dtype=dtype)
+    problem = eq.Composite(eq.SoftThreshold(1.0), [(eq.Box(at - 15e3, at + 15e3), A)])
+    found = eq.minimize(problem, torch.zeros(1, 2, dtype=dtype))
+    assert found.converged.all()
+    wanted = torch.tensor([[0.0, 142.5]], dtype=dtype)
+    torch.testing.assert_close(found.value, wanted, atol=1e-3, rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     "solver",
     [eq.ADMM(**TIGHT), eq.DouglasRachford(**TIGHT), eq.ChambollePock(**TIGHT)],

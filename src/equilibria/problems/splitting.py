@@ -500,10 +500,19 @@ def _subgradients(
     problem: Composite, z: Tensor, y: Sequence[Tensor]
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Of each term ``(K_i z, w_i, an element of dh_i(w_i))``, for a ``w_i`` near ``K_i z``."""
-    images = problem.images(z)
-    sums = [image + dual for image, dual in zip(images, y, strict=True)]
-    near = [h.prox(v) for (h, _), v in zip(problem.terms, sums, strict=True)]
-    return [(image, w, v - w) for image, w, v in zip(images, near, sums, strict=True)]
+    norms = [K.norm_upper() for _, K in problem.terms]
+    size = sum(k * _norm(dual) for k, dual in zip(norms, y, strict=True))
+    # By a step of g, or one that moves z by its size: no image, no dual is lost in their sum.
+    high = torch.as_tensor(problem.curvature().upper).to(_norm(z))
+    step = torch.where(high > 0, 1.0 / high, _norm(z) / size)
+    found = []
+    for (h, _), k, image, dual in zip(problem.terms, norms, problem.images(z), y, strict=True):
+        unit = k * k * step
+        unit = per_sample(torch.where(unit.isfinite() & (unit > 0), unit, 1.0), image)
+        v = image + unit * dual
+        w = h.prox(v, unit)
+        found.append((image, w, (v - w) / unit))
+    return found
 
 
 def duality_gap(problem: Composite, z: Tensor, y: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
