@@ -41,6 +41,7 @@ Inverse = Callable[[Tensor, float], Tensor]
 Advanced = tuple[State, Tensor, list[Tensor]]
 
 _STEPS = ("rho", "gamma", "tau", "sigma")
+_SPREAD = 3.0  # the norm of an operator over the singular values that matter
 _DENSE = 2048  # largest state of which ADMM inverts a matrix
 _ADJOINT = Implicit(solver=GMRES(restart=60, max_steps=2000))  # J may have eigenvalues near 1
 
@@ -121,7 +122,7 @@ class Composite(HiddenProblem):
         m, high = (float(t.max()) if isinstance(t, Tensor) else float(t) for t in ends)
         middle = math.sqrt(max(m, 0.01 * high) * high) if high > 0 else 1.0
         pairs = zip(self.terms, self.scales, strict=True)
-        norms = [K.norm_upper() if k == 1.0 else 1.0 for (_, K), k in pairs]
+        norms = [K.norm_upper() / k for (_, K), k in pairs]
         return middle, high, float(sum(norm * norm for norm in norms))
 
     def objective(self, z: Tensor) -> Tensor:
@@ -225,8 +226,11 @@ class SplittingOfSum(SolverOptions):
         an inverse of the user's are for the problem as it is."""
         if self.given() or problem.inverse is not None:
             return problem
+        # Without g K is measured against the identity, and most singular values are below |K|.
+        most = 1.0 if problem.smooth is not None else _SPREAD
         norms = [K.norm_upper() for _, K in problem.terms]
-        return replaced(problem, scales=tuple(k if 0.0 < k < math.inf else 1.0 for k in norms))
+        units = [k if k == 1.0 else k / most for k in norms]
+        return replaced(problem, scales=tuple(k if 0.0 < k < math.inf else 1.0 for k in units))
 
     @abstractmethod
     def prepare(self, problem: Composite, z: Tensor) -> Any:
@@ -258,8 +262,8 @@ class ADMM(SplittingOfSum):
 
     rho: float | None = None
     """None takes ``sqrt(max(m, L/100) L)/n`` with n terms, each K divided by ``|K|`` (with
-    ``inverse`` the sum of ``|K|^2`` for n, and K as it is); without ``g`` 1; best is the size of a
-    subgradient over that of ``z``."""
+    ``inverse`` the sum of ``|K|^2`` for n, and K as it is); without ``g`` 1, each K but the identity
+    divided by ``|K|/3``; best is the size of a subgradient over that of ``z``."""
 
     def prepare(self, problem: Composite, z: Tensor) -> tuple[float, Tensor | None]:
         rho = self.rho
@@ -331,7 +335,7 @@ class ChambollePock(SplittingOfSum):
 
     The primal-dual method of Chambolle and Pock, with the gradient of a smooth part (Condat, Vu).
     No linear system. It converges for ``tau (L/2 + sigma sum |K|^2) <= 1``. Where neither step is
-    given each K is divided by ``|K|``.
+    given each K is divided by ``|K|``, without ``g`` all but the identity by ``|K|/3``.
     """
 
     tau: float | None = None
