@@ -41,7 +41,6 @@ Inverse = Callable[[Tensor, float], Tensor]
 Advanced = tuple[State, Tensor, list[Tensor]]
 
 _STEPS = ("rho", "gamma", "tau", "sigma")
-_SPREAD = 3.0  # the norm of an operator over the singular values that matter
 _DENSE = 2048  # largest state of which ADMM inverts a matrix
 _ADJOINT = Implicit(solver=GMRES(restart=60, max_steps=2000))  # J may have eigenvalues near 1
 
@@ -227,7 +226,7 @@ class SplittingOfSum(SolverOptions):
         if self.given() or problem.inverse is not None:
             return problem
         # Without g K is measured against the identity, and most singular values are below |K|.
-        most = 1.0 if problem.smooth is not None else _SPREAD
+        most = 1.0 if problem.smooth is not None else 3.0
         norms = [K.norm_upper() for _, K in problem.terms]
         units = [k if k == 1.0 else k / most for k in norms]
         return replaced(problem, scales=tuple(k if 0.0 < k < math.inf else 1.0 for k in units))
@@ -262,8 +261,8 @@ class ADMM(SplittingOfSum):
 
     rho: float | None = None
     """None takes ``sqrt(max(m, L/100) L)/n`` with n terms, each K divided by ``|K|`` (with
-    ``inverse`` the sum of ``|K|^2`` for n, and K as it is); without ``g`` 1, each K but the identity
-    divided by ``|K|/3``; best is the size of a subgradient over that of ``z``."""
+    ``inverse`` the sum of ``|K|^2`` for n, and K as it is); without ``g`` 1, each K but the
+    identity divided by ``|K|/3``; best is the size of a subgradient over that of ``z``."""
 
     def prepare(self, problem: Composite, z: Tensor) -> tuple[float, Tensor | None]:
         rho = self.rho
@@ -421,18 +420,13 @@ def split(
     reason = f"{type(way).__name__} with the steps {steps}"
     done = dataclasses.replace(found, value=z, choice=reason, aux=None)
     if (inner is problem or problem.smooth is None) and host_may_read(z):
-        done = _checked(problem, done, y, way, throw=throw)
+        done = _checked(problem, done, tuple(y), way, throw)
     return done, y
 
 
 @torch.no_grad()
 def _checked(
-    problem: Composite,
-    done: Solution[Tensor],
-    y: Sequence[Tensor],
-    way: SplittingOfSum,
-    *,
-    throw: bool,
+    problem: Composite, done: Solution[Tensor], y: State, way: SplittingOfSum, throw: bool
 ) -> Solution[Tensor]:
     """Steps of the user's, and those of a problem without a smooth part, which do not know its
     scale, may hardly move a state far from the minimum: there it has not converged.
@@ -441,7 +435,7 @@ def _checked(
     """
     z = done.value.detach()
     limit = 100.0 * way.relative_tolerance(z.dtype, z.device.type)
-    far = done.converged & (_distance(problem, z, [t.detach() for t in y], limit) > limit)
+    far = done.converged & (_distance(problem, z, y, limit) > limit)
     if problem.smooth is None and bool(far.any()):
         far = far & ~_minimizes_each(problem, z, limit)
     if not bool(far.any()):
