@@ -119,9 +119,9 @@ def test_duals_that_are_small_beside_their_images_tell_a_minimum(dtype: torch.dt
     torch.testing.assert_close(found.value, wanted, atol=1e-3, rtol=1e-5)
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [0, 1, 2])
 def test_transport_takes_hundreds_of_steps(seed: int) -> None:
-    """Most singular values of the sums are far below the largest."""
+    """Most singular values of the sums are far below the largest, and most long steps go wrong."""
     source = np.random.default_rng(seed)
     cost, a, b = source.random(12), source.random(3) + 0.1, source.random(4) + 0.1
     sums = np.vstack([np.kron(np.eye(3), np.ones((1, 4))), np.kron(np.ones((1, 3)), np.eye(4))])
@@ -132,7 +132,7 @@ def test_transport_takes_hundreds_of_steps(seed: int) -> None:
     problem = eq.Composite(prior, [(eq.Box(masses, masses), torch.from_numpy(sums))])
     found = eq.minimize(problem, torch.zeros(1, 12, dtype=torch.float64), throw=True)
     np.testing.assert_allclose(found.value[0].numpy(), wanted, atol=1e-6)
-    assert int(found.stats.steps) < (300, 1200)[seed - 1]  # with |K| = 1: 404 and 1580
+    assert int(found.stats.steps) < 500
 
 
 @pytest.mark.parametrize(
