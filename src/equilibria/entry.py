@@ -15,7 +15,7 @@ from .adjoints.implicit import attach_linear
 from .engine.adjoint import Adjoint
 from .engine.complexes import RealForm
 from .engine.iterate import Callback
-from .engine.krylov import GMRES, LinearSolver
+from .engine.krylov import LinearSolver
 from .engine.maps import Map
 from .engine.result import Iterated, Result, Solution, Stats, report_failures
 from .engine.solver import SolverOptions
@@ -24,7 +24,7 @@ from .engine.tree import Leaves, flatten_state, per_sample, power_of_two, scale_
 from .solvers import Anderson, NewtonKrylov
 
 # Made once: torch.compile traces their use but not their construction.
-_SOLVER, _ADJOINT, _LINEAR, _ROOT = Anderson(), Implicit(), GMRES(), NewtonKrylov()
+_SOLVER, _ADJOINT, _ROOT = Anderson(), Implicit(), NewtonKrylov()
 _ROOT_ADJOINT = Implicit(solver=_ROOT.linear)  # what solves with J solves with Jᵀ
 
 TrajectoryCallback = Callable[[int, Any, Tensor], None]
@@ -247,13 +247,13 @@ def linear_solve(
 
     Where A turns out to couple samples, the batch is solved as one system.
 
-    ``b`` is a tensor [B, ...] or a tree of them; ``solver`` is ``GMRES()`` (default) or ``CG()``
-    where A is symmetric (for complex b: Hermitian) positive definite. Gradients reach b and what
-    ``matvec`` captures.
+    ``b`` is a tensor [B, ...] or a tree of them; ``solver`` is ``GMRES(restart=50)`` (default) or
+    ``CG()`` where A is symmetric (for complex b: Hermitian) positive definite. Gradients reach b
+    and what ``matvec`` captures.
     ``stats.residual`` and ``stats.relative`` hold ‖b − Ax‖ and ‖b − Ax‖/‖b‖ of the x returned (of
     the batch, for each sample, where A couples samples).
     """
-    solver = _LINEAR if solver is None else solver
+    solver = _ROOT.linear if solver is None else solver
     if not isinstance(solver, LinearSolver):
         raise TypeError(f"solver must be GMRES(...) or CG(...), got {solver!r}.")
     if transforms_active():

@@ -87,6 +87,19 @@ def test_gmres_restarted_on_definite_systems(restart: int) -> None:
     assert int(found.stats.steps.max()) > restart
 
 
+def test_linear_solve_meets_its_tolerance_on_systems_of_some_size() -> None:
+    """A random rotation, and a Laplacian of 30 points: a restart after 20 products loses them."""
+    rotation = torch.linalg.qr(randn(30, 30, seed=1))[0]
+    line = torch.diff(torch.eye(30).double(), dim=0)
+    for matrix in (rotation, line.mT @ line + 0.01 * torch.eye(30)):
+        b = randn(1, 30, seed=2).requires_grad_()
+        found = eq.linear_solve(times(matrix[None]), b)
+        assert_solved(matrix[None], b.detach(), found)
+        (slope,) = torch.autograd.grad(found.value.sum(), b)
+        wanted = torch.linalg.solve(matrix.mT, torch.ones(1, 30, 1).double()).squeeze(-1)
+        torch.testing.assert_close(slope, wanted, rtol=1e-6, atol=1e-6)
+
+
 def test_gmres_on_the_shift_needs_the_whole_space() -> None:
     """The cyclic shift makes no progress for n − 1 steps, and none at all if restarted before."""
     n = 8

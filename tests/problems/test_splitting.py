@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.optimize import linprog
 from torch import Tensor, nn
 from torch.autograd import gradcheck
 
@@ -105,6 +106,33 @@ def test_a_point_where_sets_meet_has_converged(solver: SplittingOfSum) -> None:
     torch.testing.assert_close(z.sum(1), torch.ones(30).double())
     assert bool((z >= 0).all())
     assert bool((z @ A[0] <= -0.1 + 1e-7).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_duals_that_are_small_beside_their_images_tell_a_minimum(dtype: torch.dtype) -> None:
+    """``min |z|_1`` with ``|1000 z_1 + 2000 z_2 - 3e5| <= 15000``: the dual is 1/2000."""
+    at, A = torch.tensor([[3e5]], dtype=dtype), torch.tensor([[1000.0, 2000.0]], dtype=dtype)
+    problem = eq.Composite(eq.SoftThreshold(1.0), [(eq.Box(at - 15e3, at + 15e3), A)])
+    found = eq.minimize(problem, torch.zeros(1, 2, dtype=dtype))
+    assert found.converged.all()
+    wanted = torch.tensor([[0.0, 142.5]], dtype=dtype)
+    torch.testing.assert_close(found.value, wanted, atol=1e-3, rtol=1e-5)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_transport_takes_hundreds_of_steps(seed: int) -> None:
+    """Most singular values of the sums are far below the largest, and most long steps go wrong."""
+    source = np.random.default_rng(seed)
+    cost, a, b = source.random(12), source.random(3) + 0.1, source.random(4) + 0.1
+    sums = np.vstack([np.kron(np.eye(3), np.ones((1, 4))), np.kron(np.ones((1, 3)), np.eye(4))])
+    masses = np.concatenate([a / a.sum(), b / b.sum()])
+    wanted = linprog(cost, A_eq=sums, b_eq=masses).x
+    masses = torch.from_numpy(masses)[None]
+    prior = eq.ShiftedNonNegative(torch.from_numpy(cost)[None])
+    problem = eq.Composite(prior, [(eq.Box(masses, masses), torch.from_numpy(sums))])
+    found = eq.minimize(problem, torch.zeros(1, 12, dtype=torch.float64), throw=True)
+    np.testing.assert_allclose(found.value[0].numpy(), wanted, atol=1e-6)
+    assert int(found.stats.steps) < 500
 
 
 @pytest.mark.parametrize(

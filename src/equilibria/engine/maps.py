@@ -79,9 +79,11 @@ class Map:
 
     def __call__(self, z: Leaves) -> Leaves:
         self.evaluations += 1
-        if not self._checked:
-            z = _counting(z)
-        before = None if self._checked else _versions(z)
+        counts = not (self._checked or torch.compiler.is_compiling())
+        if counts and torch.is_inference_mode_enabled():
+            with for_any_mode():  # of tensors of inference mode changes in place are not counted
+                z = [x.clone() for x in z]
+        before = [version(x) for x in z] if counts else []
         if self._single:
             out = self.fn(z[0], *self.args)
             if self._checked and out.dtype == z[0].dtype:
@@ -95,7 +97,7 @@ class Map:
                     f"the map must return the structure of z0, {self.spec}, but returned {spec}."
                 )
         if not self._checked:
-            if _versions(z) != before:
+            if counts and [version(x) for x in z] != before:
                 raise RuntimeError(
                     "the map changes its argument z in place, which the solver still needs: write "
                     "z = z + x for z += x, and take nn.ReLU() without inplace=True."
@@ -228,19 +230,6 @@ class Map:
             size = sample_norm([torch.where(finite, a, 0)])
             if bool((gap > 100 * torch.finfo(a.dtype).eps ** 0.75 * size).any()):
                 raise ValueError(_NOT_SEPARABLE)
-
-
-def _counting(z: Leaves) -> Leaves:
-    """z, or in inference mode, whose tensors do not count changes in place, a copy that does."""
-    if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
-        return z
-    with for_any_mode():
-        return [x.clone() for x in z]
-
-
-def _versions(z: Leaves) -> list[int]:
-    """How often each leaf was changed in place; a compiler does not count."""
-    return [] if torch.compiler.is_compiling() else [version(x) for x in z]
 
 
 _NOT_SEPARABLE = (

@@ -121,7 +121,7 @@ class Composite(HiddenProblem):
         m, high = (float(t.max()) if isinstance(t, Tensor) else float(t) for t in ends)
         middle = math.sqrt(max(m, 0.01 * high) * high) if high > 0 else 1.0
         pairs = zip(self.terms, self.scales, strict=True)
-        norms = [K.norm_upper() if k == 1.0 else 1.0 for (_, K), k in pairs]
+        norms = [K.norm_upper() / k for (_, K), k in pairs]
         return middle, high, float(sum(norm * norm for norm in norms))
 
     def objective(self, z: Tensor) -> Tensor:
@@ -225,8 +225,11 @@ class SplittingOfSum(SolverOptions):
         an inverse of the user's are for the problem as it is."""
         if self.given() or problem.inverse is not None:
             return problem
+        # Without g K is measured against the identity, and most singular values are below |K|.
+        most = 1.0 if problem.smooth is not None else 3.0
         norms = [K.norm_upper() for _, K in problem.terms]
-        return replaced(problem, scales=tuple(k if 0.0 < k < math.inf else 1.0 for k in norms))
+        units = [k if k == 1.0 else k / most for k in norms]
+        return replaced(problem, scales=tuple(k if 0.0 < k < math.inf else 1.0 for k in units))
 
     @abstractmethod
     def prepare(self, problem: Composite, z: Tensor) -> Any:
@@ -258,8 +261,8 @@ class ADMM(SplittingOfSum):
 
     rho: float | None = None
     """None takes ``sqrt(max(m, L/100) L)/n`` with n terms, each K divided by ``|K|`` (with
-    ``inverse`` the sum of ``|K|^2`` for n, and K as it is); without ``g`` 1; best is the size of a
-    subgradient over that of ``z``."""
+    ``inverse`` the sum of ``|K|^2`` for n, and K as it is); without ``g`` 1, each K but the
+    identity divided by ``|K|/3``; best is the size of a subgradient over that of ``z``."""
 
     def prepare(self, problem: Composite, z: Tensor) -> tuple[float, Tensor | None]:
         rho = self.rho
@@ -331,7 +334,7 @@ class ChambollePock(SplittingOfSum):
 
     The primal-dual method of Chambolle and Pock, with the gradient of a smooth part (Condat, Vu).
     No linear system. It converges for ``tau (L/2 + sigma sum |K|^2) <= 1``. Where neither step is
-    given each K is divided by ``|K|``.
+    given each K is divided by ``|K|``, without ``g`` all but the identity by ``|K|/3``.
     """
 
     tau: float | None = None
@@ -417,18 +420,13 @@ def split(
     reason = f"{type(way).__name__} with the steps {steps}"
     done = dataclasses.replace(found, value=z, choice=reason, aux=None)
     if (inner is problem or problem.smooth is None) and host_may_read(z):
-        done = _checked(problem, done, y, way, throw=throw)
+        done = _checked(problem, done, tuple(y), way, throw)
     return done, y
 
 
 @torch.no_grad()
 def _checked(
-    problem: Composite,
-    done: Solution[Tensor],
-    y: Sequence[Tensor],
-    way: SplittingOfSum,
-    *,
-    throw: bool,
+    problem: Composite, done: Solution[Tensor], y: State, way: SplittingOfSum, throw: bool
 ) -> Solution[Tensor]:
     """Steps of the user's, and those of a problem without a smooth part, which do not know its
     scale, may hardly move a state far from the minimum: there it has not converged.
@@ -437,7 +435,7 @@ def _checked(
     """
     z = done.value.detach()
     limit = 100.0 * way.relative_tolerance(z.dtype, z.device.type)
-    far = done.converged & (_distance(problem, z, [t.detach() for t in y], limit) > limit)
+    far = done.converged & (_distance(problem, z, y, limit) > limit)
     if problem.smooth is None and bool(far.any()):
         far = far & ~_minimizes_each(problem, z, limit)
     if not bool(far.any()):
@@ -500,10 +498,19 @@ def _subgradients(
     problem: Composite, z: Tensor, y: Sequence[Tensor]
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Of each term ``(K_i z, w_i, an element of dh_i(w_i))``, for a ``w_i`` near ``K_i z``."""
-    images = problem.images(z)
-    sums = [image + dual for image, dual in zip(images, y, strict=True)]
-    near = [h.prox(v) for (h, _), v in zip(problem.terms, sums, strict=True)]
-    return [(image, w, v - w) for image, w, v in zip(images, near, sums, strict=True)]
+    norms = [K.norm_upper() for _, K in problem.terms]
+    size = sum(k * _norm(dual) for k, dual in zip(norms, y, strict=True))
+    # By a step of g, or one that moves z by its size: no image, no dual is lost in their sum.
+    high = torch.as_tensor(problem.curvature().upper).to(_norm(z))
+    step = torch.where(high > 0, 1.0 / high, _norm(z) / size)
+    found = []
+    for (h, _), k, image, dual in zip(problem.terms, norms, problem.images(z), y, strict=True):
+        unit = k * k * step
+        unit = per_sample(torch.where(unit.isfinite() & (unit > 0), unit, 1.0), image)
+        v = image + unit * dual
+        w = h.prox(v, unit)
+        found.append((image, w, (v - w) / unit))
+    return found
 
 
 def duality_gap(problem: Composite, z: Tensor, y: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

@@ -29,9 +29,10 @@ class GuardedState:
 
 @options
 class Guarded(Anderson):
-    """Anderson's method; where the residual is above twice the least, u ← S of the last accepted.
+    """Anderson's method; where the residual is above the least, u ← S of the last accepted.
 
     Plain steps of a nonexpansive S bring the residual to zero, so this converges where they do.
+    Steps to any larger residual would be taken in turn for ever.
     Where S moves by a constant, a long step makes the residual small beside the iterate, and not
     small. So an iterate of more than twice the scale counts as converged, and one of more than 100
     times the scale is accepted, if it halves the residual.
@@ -58,7 +59,7 @@ class Guarded(Anderson):
 
     def step(self, point: Point, state: Any) -> tuple[Leaves, Any]:
         norm = point.residual_norm.to(state.least.dtype)
-        worse = ~(norm <= 2.0 * state.least) | self._grown(point, state, 100.0)
+        worse = ~(norm <= state.least) | self._grown(point, state, 100.0)
         worse = worse & ~state.plain
         size = norm + sample_norm(without_graph(point.f)).to(norm.dtype)
         halved = ~worse & (norm <= 0.5 * state.mark)
