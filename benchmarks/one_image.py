@@ -44,7 +44,7 @@ def gflop_of(model: torch.nn.Module, x: torch.Tensor) -> float:
     return round(counter.get_total_flops() / 1e9, 2)
 
 
-def wall(model: torch.nn.Module, x: torch.Tensor) -> list[int]:
+def wall(model: torch.nn.Module, x: torch.Tensor) -> list[float]:
     """Milliseconds, least and median of 25 rounds."""
     times = timed(lambda: model(x), time.perf_counter, 30)[5:]
     return [round(min(times), 1), round(statistics.median(times), 1)]

@@ -71,6 +71,16 @@ def test_kerdeq_starts_where_messages_live() -> None:
     assert 0.2 < mean < 1.2
 
 
+def test_the_start_of_kerdeq_does_not_undo_its_gamma() -> None:
+    # Behind a norm the network with 4γ and U/2 is the one with γ and U, up to the scale of z.
+    weights = []
+    for gamma in (0.5, 2.0):
+        torch.manual_seed(0)
+        model = _network("kerdeq_cifar_5m", gamma=eq.FixedGamma(gamma))
+        weights.append(model.branches.branches[0].U.weight.detach())
+    torch.testing.assert_close(weights[0], weights[1], rtol=0.0, atol=0.0)
+
+
 def test_balanced_branches_scale_by_the_root_of_their_entries() -> None:
     torch.manual_seed(0)
     layers = [eq.nn.SigmoidEq(4, 6, kernel_size=3, radius=0.5) for _ in range(2)]

@@ -111,16 +111,16 @@ class BranchNet(Network):
 def _gaussian(channels: int, mid: int, **options: Any) -> nn.Module:
     """A branch of the Gaussian kernel: GEQ, or KerDEQ with its constant γ.
 
-    For a constant γ, U is scaled so that γE ≈ ½ at the start. torch draws U so that an entry of Ux
-    has a third of the mean square of x, which is ½ behind a batch norm and a ReLU. Where γE is
-    large, e^{−γE} leaves nothing of the message and little of its gradient.
+    For a constant γ, U is scaled so that E ≈ 1 at the start: γE is ½ for the paper's γ = 0.5. torch
+    draws U so that an entry of Ux has a third of the mean square of x, which is ½ behind a batch
+    norm and a ReLU. Unscaled, e^{−γE} would leave nothing of the message. The scale is the same for
+    every γ: by 1/√γ it would undo γ, for a norm follows.
     """
     layer = GEQ(channels, mid, **options)
-    gamma, patch = options["gamma"], options["patch"]
-    if isinstance(gamma, FixedGamma):
+    if isinstance(options["gamma"], FixedGamma):
         weight: Tensor = layer.U.weight  # type: ignore[assignment]
         with torch.no_grad():
-            weight.mul_(math.sqrt(0.5 / (gamma.value * patch.width / 6.0)))
+            weight.mul_(math.sqrt(6.0 / options["patch"].width))
     return layer
 
 
