@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from equilibria.engine.transforms import transforms_active
-from equilibria.engine.tree import per_sample
+from equilibria.engine.tree import per_sample, sample_norm
 from equilibria.problems.kernels import Coupling, Curvature, ImageCoupling, Reasoned, inner
 from equilibria.problems.norms import UNIT, sum_error, top_ritz
 from equilibria.problems.operators import IdentityOperator, LinearOperator, Weights
@@ -31,6 +31,7 @@ Bounds = tuple[float | Tensor, float | Tensor]
 
 _RITZ = 24  # products with the Hessian to estimate one end of its spectrum
 _MARGIN = 1.1  # a Ritz value is from below
+_HALVINGS = 100
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -80,6 +81,13 @@ class Smooth(Coupling):
                 )
         if theta is not None and x is None:
             raise TypeError("theta is passed after x, and x was not given; fn may capture it")
+        try:
+            torch.Size(() if state is None else state)
+        except TypeError:
+            raise TypeError(
+                f"state got {state!r}, takes the shape of one tensor without the batch, as (8,); "
+                "several variables are parts of it, as u, v = z.split((6, 2), 1)"
+            ) from None
         self.x = x if x is None or isinstance(x, Tensor) else tuple(x)
         self.fn, self.theta, self.state = fn, theta, state
         self.bounds = None if bounds is None else _checked(bounds)
@@ -121,9 +129,14 @@ class Smooth(Coupling):
     def _ends(self, z: Tensor) -> tuple[Tensor, Tensor]:
         """Ritz values at z and after a gradient step from it, with a margin."""
         low, high = ritz_ends(self, z)
-        step = 1.0 / torch.maximum(high, -low).clamp_min(torch.finfo(high.dtype).tiny)
-        moved = z - (per_sample(step, z) * self.grad(z)).to(z.dtype)
-        other = ritz_ends(self, moved)
+        slope, info = self.grad(z), torch.finfo(high.dtype)
+        flat = info.tiny + info.eps * sample_norm([slope])
+        tau = 1.0 / torch.maximum(torch.maximum(high, -low), flat)
+
+        def step(z: Tensor, tau: Tensor) -> Tensor:
+            return z - (per_sample(tau, z) * slope).to(z.dtype)
+
+        other = ritz_ends(self, step(z, shortened(tau, step, self.grad, z)))
         high = _MARGIN * torch.maximum(high, other[1])
         low = torch.minimum(low, other[0])
         # Of a sample that failed nothing is known; its result code will say so.
@@ -160,6 +173,31 @@ class Smooth(Coupling):
                 "tensors that it captures as theta, or make them float64."
             ) from error
         return twin
+
+
+@torch.no_grad()
+def shortened(
+    tau: Tensor, step: Callable[[Tensor, Tensor], Tensor], grad: Function, z: Tensor
+) -> Tensor:
+    """``tau``, ``[B]``, halved until no gradient bends more than ``1/tau`` along its step.
+
+    ``<g(u) - g(z), u - z> <= |u - z|^2/tau`` for ``u = step(z, tau)``: where L was estimated too
+    small, this keeps a solve from diverging. Compiled, and in torch.func, ``tau`` stays.
+    """
+    if transforms_active() or torch.compiler.is_compiling():
+        return tau
+    slope = grad(z)
+    rounding = 64 * torch.finfo(slope.dtype).eps * sample_norm([slope])
+    for _ in range(_HALVINGS):
+        u = step(z, tau)
+        move = (u - z).to(slope.dtype)
+        square = inner(move, move)
+        bent = inner(grad(u) - slope, move) - rounding * square.sqrt()
+        steep = ~(tau * bent <= 1.001 * square) & rounding.isfinite()
+        if not steep.any():
+            break
+        tau = torch.where(steep, 0.5 * tau, tau)
+    return tau
 
 
 def _checked(bounds: Bounds) -> Bounds:

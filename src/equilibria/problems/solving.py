@@ -23,6 +23,7 @@ from equilibria.solvers.forward_backward import proximal_slack
 
 from .fused import fused_solve, serves
 from .kernels import inner
+from .objective import shortened
 from .problem import HiddenProblem, Problem
 from .splitting import Composite, split
 
@@ -174,8 +175,16 @@ def step_of(
     """T_τ of the problem, and its arguments."""
     inputs = problem.inputs()
     if isinstance(tau, Tensor) and tau.ndim == 1:
+        searched = isinstance(problem, Problem) and problem.curvature().basis == "estimated"
+
         # One step per sample must follow its sample when finished ones are dropped (compact=True).
-        return lambda z, *c: problem.with_inputs(*c[:-1]).step(z, c[-1]), (*inputs, tau)
+        def step(z: Tensor, *c: Tensor) -> Tensor:
+            bound, tau = problem.with_inputs(*c[:-1]), c[-1]
+            if searched:
+                tau = shortened(tau, bound.step, bound.gradient, z.detach())
+            return bound.step(z, tau)
+
+        return step, (*inputs, tau)
     return lambda z, *c: problem.with_inputs(*c).step(z, tau), inputs
 
 
