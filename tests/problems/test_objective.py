@@ -379,7 +379,7 @@ def test_errors_say_what_to_do() -> None:
     with pytest.raises(ValueError, match=r"shape \(2,\), takes \[B, ...\]"):
         eq.Problem(eq.Free(), smooth=lambda z, x: (z - x) ** 2, x=x[:, 0]).objective(x[:, 0])
     for state in (N, ((2,), (3,))):
-        with pytest.raises(TypeError, match="several variables are parts of it"):
+        with pytest.raises(TypeError, match="the shape of one tensor"):
             eq.Problem(eq.Free(), smooth=squares, x=x, state=state)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="m <= L"):
         eq.Smooth(squares, x, bounds=(2.0, 1.0))

@@ -184,8 +184,10 @@ def step_of(
 
     def step(z: Tensor, *args: Tensor) -> Tensor:
         inner, tau = bound(args)
-        if searched and isinstance(tau, Tensor):
-            tau = shortened(tau, inner.step, inner.gradient, z.detach())
+        if searched and isinstance(inner, Problem):
+            tau, found = shortened(args[-1], inner.effective_prior.prox, inner.gradient, z)
+            if not torch.is_grad_enabled():
+                return found
         return inner.step(z, tau)
 
     def own(z: Tensor, *args: Tensor) -> tuple[Tensor, Tensor]:
