@@ -69,6 +69,40 @@ def test_a_function_is_minimized_as_by_scipy(bounds: str | None, scale: float) -
         np.testing.assert_allclose(got.detach().numpy(), want.x, atol=2e-5)
 
 
+@pytest.mark.parametrize(
+    ("function", "answer"),
+    [
+        pytest.param(
+            lambda z, x: (z.exp() - 500 * x * z).sum(1), lambda x: np.log(500 * x), id="exp"
+        ),
+        pytest.param(
+            lambda z, x: (0.25 * z**4 - 3 * x * z).sum(1), lambda x: np.cbrt(3 * x), id="flat at 0"
+        ),
+        pytest.param(
+            lambda z, x: (0.25 * z**4 - 0.5 * z**2 - x * z).sum(1),
+            lambda x: np.vectorize(lambda v: np.roots([1, 0, -1, -v]).real.max())(x),
+            id="not convex at 0",
+        ),
+        pytest.param(
+            lambda z, x: (1 + (5 * (z - 9 * x)) ** 2).sqrt().sum(1), lambda x: 9 * x, id="flat"
+        ),
+    ],
+)
+def test_functions_whose_curvature_at_the_start_says_little(function: Any, answer: Any) -> None:
+    """The step of the estimated bounds would leave for infinity."""
+    x = torch.tensor([[0.5, 1.0], [2.0, 1.5]], dtype=torch.float64, requires_grad=True)
+
+    def solved(x: Tensor) -> Tensor:
+        tight = eq.Implicit(solver=eq.GMRES(rtol=1e-12))
+        found = eq.minimize(eq.Problem(eq.Free(), smooth=function, x=x), adjoint=tight)
+        assert found.converged.all()
+        return found.value
+
+    np.testing.assert_allclose(solved(x).detach(), answer(x.detach().numpy()), rtol=1e-6)
+    assert gradcheck(solved, (x,), eps=1e-3, atol=1e-3)
+    torch.testing.assert_close(solved(x)[:1], solved(x[:1]))  # whatever its batch mates need
+
+
 def test_curvature_of_least_squares_is_that_of_the_maps_at_hand() -> None:
     """Asked on 2 pixels first: z_{i+1} − z_{i−1} has the norm 1 there, and nearly 2 on 40."""
     kernel = torch.tensor([[[[1.0, 0.0, -1.0]]]], dtype=torch.float64)
@@ -344,6 +378,9 @@ def test_errors_say_what_to_do() -> None:
         eq.minimize(eq.Problem(eq.Free(), smooth=lambda z, x: (z - x).square().sum(), x=x))
     with pytest.raises(ValueError, match=r"shape \(2,\), takes \[B, ...\]"):
         eq.Problem(eq.Free(), smooth=lambda z, x: (z - x) ** 2, x=x[:, 0]).objective(x[:, 0])
+    for state in (N, ((2,), (3,))):
+        with pytest.raises(TypeError, match="the shape of one tensor"):
+            eq.Problem(eq.Free(), smooth=squares, x=x, state=state)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="m <= L"):
         eq.Smooth(squares, x, bounds=(2.0, 1.0))
     with pytest.raises(ValueError, match="one positive number"):

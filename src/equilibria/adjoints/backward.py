@@ -83,5 +83,5 @@ def note_backward(stats: BackwardStats, outcome: Iterated) -> None:
             f"the backward solve missed its tolerance for {missed} of {len(outcome.result)} "
             f"samples (relative residual up to {float(outcome.relative.max()):.1e} after "
             f"{int(outcome.steps.max())} steps): gradients are off by about that much. Raise "
-            "max_steps or restart of Implicit(solver=GMRES(...)), or bound the norm of the map."
+            "max_steps (GMRES: restart too) in Implicit(solver=...), or bound the norm of the map."
         )

@@ -18,13 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from equilibria.engine.options import shown
 from equilibria.engine.transforms import transforms_active
-from equilibria.engine.tree import per_sample
+from equilibria.engine.tree import sample_norm
 from equilibria.problems.kernels import Coupling, Curvature, ImageCoupling, Reasoned, inner
 from equilibria.problems.norms import UNIT, sum_error, top_ritz
 from equilibria.problems.operators import IdentityOperator, LinearOperator, Weights
 from equilibria.problems.parts import in_double, replaced
-from equilibria.problems.priors import at_least_float32
+from equilibria.problems.priors import at_least_float32, step_of_samples
 
 Function = Callable[..., Tensor]
 Bounds = tuple[float | Tensor, float | Tensor]
@@ -81,7 +82,12 @@ class Smooth(Coupling):
         if theta is not None and x is None:
             raise TypeError("theta is passed after x, and x was not given; fn may capture it")
         self.x = x if x is None or isinstance(x, Tensor) else tuple(x)
-        self.fn, self.theta, self.state = fn, theta, state
+        self.fn, self.theta = fn, theta
+        try:
+            self.state = None if state is None else torch.Size(state)
+        except TypeError:
+            takes = "the shape of one tensor, as (8,); of more variables: u, v = z.split((6, 2), 1)"
+            raise TypeError(f"state got {state!r}, takes {takes}") from None
         self.bounds = None if bounds is None else _checked(bounds)
         self._given = bounds is not None
 
@@ -121,9 +127,10 @@ class Smooth(Coupling):
     def _ends(self, z: Tensor) -> tuple[Tensor, Tensor]:
         """Ritz values at z and after a gradient step from it, with a margin."""
         low, high = ritz_ends(self, z)
-        step = 1.0 / torch.maximum(high, -low).clamp_min(torch.finfo(high.dtype).tiny)
-        moved = z - (per_sample(step, z) * self.grad(z)).to(z.dtype)
-        other = ritz_ends(self, moved)
+        info = torch.finfo(high.dtype)
+        flat = info.tiny + info.eps * sample_norm([self.grad(z)])
+        tau = 1.0 / torch.maximum(torch.maximum(high, -low), flat)
+        other = ritz_ends(self, shortened(tau, lambda v, _: v, self.grad, z)[1])
         high = _MARGIN * torch.maximum(high, other[1])
         low = torch.minimum(low, other[0])
         # Of a sample that failed nothing is known; its result code will say so.
@@ -160,6 +167,30 @@ class Smooth(Coupling):
                 "tensors that it captures as theta, or make them float64."
             ) from error
         return twin
+
+
+@torch.no_grad()
+def shortened(
+    tau: Tensor, prox: Callable[[Tensor, Any], Tensor], grad: Function, z: Tensor
+) -> tuple[Tensor, Tensor]:
+    """``tau`` halved until ``<g(u) - g(z), u - z> <= |u - z|^2/tau``; ``u = prox(z - tau g(z))``.
+
+    So a solve does not diverge where L was estimated too small. Compiled code keeps ``tau``.
+    """
+    fixed = transforms_active() or torch.compiler.is_compiling()
+    slope = grad(z)
+    rounding = 64 * torch.finfo(slope.dtype).eps * sample_norm([slope])
+    for _ in range(100):
+        step = step_of_samples(tau, z)
+        u = prox((z - step * slope).to(z.dtype), step)
+        move = (u - z).to(slope.dtype)
+        square = inner(move, move)
+        bent = inner(grad(u) - slope, move) - rounding * square.sqrt()
+        steep = ~(tau * bent <= 1.001 * square) & rounding.isfinite()
+        if fixed or not steep.any():
+            break
+        tau = torch.where(steep, 0.5 * tau, tau)
+    return tau, u
 
 
 def _checked(bounds: Bounds) -> Bounds:
@@ -214,7 +245,7 @@ class LeastSquares(ImageCoupling):
     def __init__(self, A: Weights | None, c: Tensor, weight: float | Tensor = 1.0) -> None:
         super().__init__(IdentityOperator(c) if A is None else A, c)
         if (isinstance(weight, Tensor) and weight.numel() != 1) or not _float(weight) > 0.0:
-            raise ValueError(f"LeastSquares(weight={weight!r}): expected one positive number.")
+            raise ValueError(f"LeastSquares(weight={shown(weight)}): expected one positive number.")
         self.weight = weight
 
     def _residual(self, z: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from equilibria.solvers.forward_backward import proximal_slack
 
 from .fused import fused_solve, serves
 from .kernels import inner
+from .objective import shortened
 from .problem import HiddenProblem, Problem
 from .splitting import Composite, split
 
@@ -86,10 +87,8 @@ def minimize_from(
         quick = fused_solve(problem, start, choice, adjoint, zero_start=zero_start)
         return dataclasses.replace(quick, choice=choice.reason)
     tau = choice.tau
-    step, args = step_of(problem, tau)
     same = isinstance(tau, float) and isinstance(unit, float) and tau == unit
-    if not same and not torch.compiler.is_compiling():
-        step = _judged_by_own_map(problem, step, tau)
+    step, args = step_of(problem, tau, judged=not same and not torch.compiler.is_compiling())
     found = fixed_point(
         step,
         start,
@@ -169,29 +168,36 @@ def choice_for(
 
 
 def step_of(
-    problem: HiddenProblem, tau: float | Tensor
+    problem: HiddenProblem, tau: float | Tensor, *, judged: bool
 ) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
-    """T_τ of the problem, and its arguments."""
-    inputs = problem.inputs()
-    if isinstance(tau, Tensor) and tau.ndim == 1:
-        # One step per sample must follow its sample when finished ones are dropped (compact=True).
-        return lambda z, *c: problem.with_inputs(*c[:-1]).step(z, c[-1]), (*inputs, tau)
-    return lambda z, *c: problem.with_inputs(*c).step(z, tau), inputs
+    """T_τ of the problem, and its arguments.
 
+    ``judged``: its solve is judged by the residual of T: a small τ makes small steps, not answers.
+    """
+    # One step per sample must follow its sample when finished ones are dropped (compact=True).
+    own_tau = (tau,) if isinstance(tau, Tensor) and tau.ndim == 1 else ()
+    searched = own_tau and isinstance(problem, Problem) and problem.curvature().basis == "estimated"
 
-def _judged_by_own_map(
-    problem: HiddenProblem, step: Callable[..., Tensor], tau: float | Tensor
-) -> Surrogate:
-    """T_τ, whose solve is judged by the residual of T: a small τ makes small steps, not answers."""
-    per_sample = isinstance(tau, Tensor) and tau.ndim == 1
+    def bound(args: tuple[Tensor, ...]) -> tuple[HiddenProblem, float | Tensor]:
+        split = len(args) - len(own_tau)
+        return problem.with_inputs(*args[:split]), args[-1] if own_tau else tau
 
-    def own(z: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        bound = problem.with_inputs(*(inputs[:-1] if per_sample else inputs))
-        inside = bound.into_domain(z)
-        return inside, bound.step(inside, bound.unit_step())
+    def step(z: Tensor, *args: Tensor) -> Tensor:
+        inner, tau = bound(args)
+        if searched and isinstance(inner, Problem):
+            tau, found = shortened(args[-1], inner.effective_prior.prox, inner.gradient, z)
+            if not torch.is_grad_enabled():
+                return found
+        return inner.step(z, tau)
 
-    def near(*inputs: Tensor) -> float | Tensor:
-        bound = problem.with_inputs(*(inputs[:-1] if per_sample else inputs))
-        return proximal_slack((inputs[-1] if per_sample else tau) / bound.unit_step())
+    def own(z: Tensor, *args: Tensor) -> tuple[Tensor, Tensor]:
+        inner, _ = bound(args)
+        inside = inner.into_domain(z)
+        return inside, inner.step(inside, inner.unit_step())
 
-    return Surrogate(step, own, near, None)
+    def near(*args: Tensor) -> float | Tensor:
+        inner, tau = bound(args)
+        return proximal_slack(tau / inner.unit_step())
+
+    map_ = Surrogate(step, own, near, None) if judged else step
+    return map_, (*problem.inputs(), *own_tau)

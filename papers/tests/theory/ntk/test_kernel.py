@@ -185,6 +185,13 @@ def test_the_model_is_left_as_it_was() -> None:
     assert torch.equal(first.matrix, empirical_ntk(model.eval(), x).matrix)
 
 
+def test_float32_keeps_its_digits_with_a_million_parameters() -> None:
+    x = 0.3 + torch.randn(4, 1_000_000, generator=torch.Generator().manual_seed(0))
+    found = empirical_ntk(nn.Linear(1_000_000, 1), x).matrix
+    exact = x.double() @ x.double().mT + 1
+    assert float((found - exact).norm() / exact.norm()) < 1e-6
+
+
 def test_half_precision_is_contracted_in_float32() -> None:
     model = mlp().to(torch.bfloat16)
     found = empirical_ntk(model, torch.randn(3, 4).bfloat16())

@@ -230,6 +230,7 @@ Tell = Callable[[int, int], None]  # (samples differentiated, of how many)
 _Chunk = tuple[slice, dict[str, Tensor]]  # (rows of the kernel, group → their gradients)
 
 _ROWS = 64  # gradients at a time: enough to fill the vector units
+_SPAN = 4096  # entries a product adds up at once: float32 loses digits in longer sums
 _HELD = 2**30  # bytes of gradients that are kept; the others are computed again
 
 
@@ -384,7 +385,8 @@ class _Work:
             beyond = ((before, new) for new in later for before in kept)
             for (place, left), (where, right) in chain(among, beyond):
                 for g, kernel in kernels.items():
-                    block = left[g] @ right[g].mT
+                    parts = zip(left[g].split(_SPAN, 1), right[g].split(_SPAN, 1), strict=True)
+                    block = torch.stack([a @ b.mT for a, b in parts]).sum(0)
                     if x2 is None and place == where:
                         # Symmetric to the last digit, which the product need not be.
                         block = (block + block.mT) / 2
