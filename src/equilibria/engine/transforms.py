@@ -50,7 +50,12 @@ def may_reuse() -> bool:
 
 def may_keep(t: Tensor) -> bool:
     """Whether what is made now may serve later calls; not of a CUDA graph: its replay writes it."""
-    return may_reuse() and not (t.is_cuda and torch.cuda.is_current_stream_capturing())
+    return may_reuse() and not is_captured(t)
+
+
+def is_captured(t: Tensor) -> bool:
+    """Whether work on t is recorded for a CUDA graph; the host must not wait for it then."""
+    return t.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from equilibria.engine.options import shown
-from equilibria.engine.transforms import transforms_active
+from equilibria.engine.transforms import is_captured, transforms_active
 from equilibria.engine.tree import sample_norm
 from equilibria.problems.kernels import Coupling, Curvature, ImageCoupling, Reasoned, inner
 from equilibria.problems.norms import UNIT, sum_error, top_ritz
@@ -175,9 +175,10 @@ def shortened(
 ) -> tuple[Tensor, Tensor]:
     """``tau`` halved until ``<g(u) - g(z), u - z> <= |u - z|^2/tau``; ``u = prox(z - tau g(z))``.
 
-    So a solve does not diverge where L was estimated too small. Compiled code keeps ``tau``.
+    So a solve does not diverge where L was estimated too small. The host reads each test: compiled
+    code, CUDA graphs and torch.func keep ``tau``.
     """
-    fixed = transforms_active() or torch.compiler.is_compiling()
+    fixed = transforms_active() or torch.compiler.is_compiling() or is_captured(z)
     slope = grad(z)
     rounding = 64 * torch.finfo(slope.dtype).eps * sample_norm([slope])
     for _ in range(100):
