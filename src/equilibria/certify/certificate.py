@@ -305,12 +305,13 @@ class Distance:
 def distance(layer: Any, x: Tensor, z: Any) -> Distance:
     """What ``certify_layer(layer, x, z)`` proves of ‖z − z*‖ by one evaluation of the layer's map.
 
-    The layer is in eval mode. Of a hidden problem the bound is (1 + ρ/m)·‖z − T(z)‖ alone.
+    The layer is in eval mode; the bounds of a tree are those of all its tensors together. Of a
+    hidden problem the bound is (1 + ρ/m)·‖z − T(z)‖ alone.
     """
     nothing = torch.full((x.shape[0],), math.inf, dtype=torch.float64, device=x.device)
-    if not isinstance(layer, (SelfCertifying, Certifiable)) or not isinstance(z, Tensor):
-        return Distance(nothing, None, "nothing is proven of it")
     found: Any
+    if not isinstance(layer, (SelfCertifying, Certifiable)):
+        return Distance(nothing, None, "nothing is proven of it")
     if isinstance(layer, SelfCertifying):
         found = layer.certify(x, z)
         error, known = found.error_bound, found.certified
