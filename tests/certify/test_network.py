@@ -73,6 +73,11 @@ class Louder(eq.nn.OptEq):
         return 3.0 * super().forward(x, z0)
 
 
+class Last(nn.Module):
+    def forward(self, z: tuple[Tensor, ...]) -> Tensor:
+        return z[-1]
+
+
 NETWORKS: dict[str, Any] = {
     "linear": lambda: nn.Sequential(nn.Flatten(), nn.Linear(192, 4)),
     "convolutions": lambda: nn.Sequential(
@@ -98,6 +103,9 @@ NETWORKS: dict[str, Any] = {
     "OptEq": lambda: nn.Sequential(eq.nn.OptEq(5, 6, in_channels=3, kernel_size=3), *head(20)),
     "monotone": lambda: nn.Sequential(
         nn.Flatten(), eq.nn.MonotoneDEQ(10, in_channels=192, m=2.0), nn.Linear(10, 4)
+    ),
+    "tiers": lambda: nn.Sequential(
+        eq.nn.MonotoneDEQ((3, 4), in_channels=3, kernel_size=3), Last(), *head(16)
     ),
     "deep OptEq": lambda: nn.Sequential(
         nn.Flatten(),
@@ -146,7 +154,8 @@ def converged(model: nn.Module) -> nn.Module:
     ("name", "norm"),
     [(name, "2") for name in NETWORKS]
     + [
-        (name, "inf") for name in ("linear", "convolutions", "skips", "GEQ", "monotone", "envelope")
+        (name, "inf")
+        for name in ("linear", "convolutions", "skips", "GEQ", "monotone", "tiers", "envelope")
     ],
 )
 def test_no_attack_within_the_radius_changes_the_label(name: str, norm: str) -> None:

@@ -50,6 +50,63 @@ def test_options_that_break_a_constant_are_seen(name: str, fn: Any, norm: str) -
     assert any(name in note for note in certificate.notes)
 
 
+MEAN, STD = torch.tensor([[[0.5]], [[0.4]], [[0.3]]]), torch.tensor([[[0.2]], [[0.3]], [[0.5]]])
+DEPTHWISE = torch.randn(6, 1, 3, 3, generator=torch.Generator().manual_seed(0)).double()
+
+
+def added(x: Tensor) -> Tensor:
+    h = 2.0 * x
+    h += x
+    return h
+
+
+@pytest.mark.parametrize(
+    ("fn", "entries"),
+    [
+        (lambda x: (x - MEAN) / STD, True),
+        (lambda x: STD * x, True),
+        (lambda x: x * STD.double() - 3.0, True),
+        (added, True),
+        (lambda x: (x + x).to(torch.float64), False),
+        (lambda x: F.conv2d(x, DEPTHWISE, padding=1, groups=3), False),
+        (lambda x: x.sum((2, 3)), False),
+        (lambda x: x.amax((2, 3)), False),
+        (lambda x: x.mean(3, keepdim=True).squeeze(3), False),
+    ],
+)
+def test_the_constants_of_usual_functions(fn: Any, entries: bool) -> None:
+    """Beside dense algebra; in l-inf a function of each entry has the exact radius."""
+    torch.manual_seed(0)
+    x = torch.rand(2, 3, 8, 8, dtype=torch.float64)
+    head = nn.Linear(fn(x)[0].numel(), 4).double()
+    network = nn.Sequential(Function(fn), nn.Flatten(), head)
+    inner, outer = (
+        torch.autograd.functional.jacobian(f, x[:1]).reshape(-1, 192) for f in (fn, network)
+    )
+    steepest, weight = torch.linalg.matrix_norm(inner, 2), torch.linalg.matrix_norm(head.weight, 2)
+    found = eq.certify(network, x)
+    assert torch.linalg.matrix_norm(outer, 2) <= found.lipschitz * (1 + 1e-9)
+    assert found.lipschitz <= steepest * weight * 1.05
+    assert (found.radius > 0).all()
+    assert not found.notes
+    if entries:
+        logits = network(x)
+        label = logits.argmax(1, keepdim=True)
+        apart = (outer[label] - outer).abs().sum(2)
+        radii = ((logits.gather(1, label) - logits) / apart).scatter(1, label, math.inf)
+        exact = radii.amin(1).detach()
+        torch.testing.assert_close(
+            eq.certify(network, x, norm="inf").radius, exact, rtol=1e-6, atol=0.0
+        )
+
+
+def test_a_compiled_network_is_followed_as_it_is() -> None:
+    network = nn.Sequential(nn.Flatten(), nn.Linear(12, 3)).eval()
+    x = torch.rand(2, 12)
+    compiled: Any = torch.compile(network, backend="eager")
+    assert torch.equal(eq.certify(compiled, x).radius, eq.certify(network, x).radius)
+
+
 def changed(change: Any) -> Any:
     """The logits x₀ … x₃ after an in-place change of them by (h, x)."""
 

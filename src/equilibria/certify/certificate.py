@@ -15,7 +15,6 @@ import copy
 import inspect
 import math
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
@@ -162,7 +161,7 @@ def certify_layer(layer: Any, x: Tensor | None = None, z: Any = None) -> Any:
     else:
         model = copy.deepcopy(layer).eval() if isinstance(layer, nn.Module) else layer
         problem = model.problem(x)
-        input_norm = _input_norm(model, x)
+        input_norm = _input_norm(model, x, problem)
         z, solver = solved(lambda: model.solve(x), z)
     with direct_convolutions(z):
         if isinstance(problem, Composite):
@@ -170,20 +169,17 @@ def certify_layer(layer: Any, x: Tensor | None = None, z: Any = None) -> Any:
         return _certify(problem, z, input_norm, solver)
 
 
-def _input_norm(layer: Any, x: Tensor) -> float | None:
+def _input_norm(layer: Any, x: Tensor, problem: HiddenProblem) -> float | None:
     bound = getattr(layer, "input_norm_upper", None)
     if bound is None:
         return None
     linear = getattr(layer, "input_operator", None)
-    if linear is not None and stretched(partial(_features, layer), linear(), x):
-        return math.inf
+    c = getattr(getattr(problem, "coupling", None), "c", None)
+    if linear is not None and c is not None:
+        start = layer.problem(torch.zeros_like(x[:1])).coupling.c
+        if stretched(c, start, linear()(x)):
+            return math.inf
     return float(bound(x.shape[1:]) if inspect.signature(bound).parameters else bound())
-
-
-def _features(layer: Any, x: Tensor) -> Tensor:
-    """c of the layer's problem; zero where it has none by that name."""
-    c: Tensor = getattr(getattr(layer.problem(x), "coupling", None), "c", torch.zeros_like(x))
-    return c
 
 
 def _number(values: Tensor) -> float | Tensor:
@@ -309,12 +305,13 @@ class Distance:
 def distance(layer: Any, x: Tensor, z: Any) -> Distance:
     """What ``certify_layer(layer, x, z)`` proves of ‖z − z*‖ by one evaluation of the layer's map.
 
-    The layer is in eval mode. Of a hidden problem the bound is (1 + ρ/m)·‖z − T(z)‖ alone.
+    The layer is in eval mode; the bounds of a tree are those of all its tensors together. Of a
+    hidden problem the bound is (1 + ρ/m)·‖z − T(z)‖ alone.
     """
     nothing = torch.full((x.shape[0],), math.inf, dtype=torch.float64, device=x.device)
-    if not isinstance(layer, (SelfCertifying, Certifiable)) or not isinstance(z, Tensor):
-        return Distance(nothing, None, "nothing is proven of it")
     found: Any
+    if not isinstance(layer, (SelfCertifying, Certifiable)):
+        return Distance(nothing, None, "nothing is proven of it")
     if isinstance(layer, SelfCertifying):
         found = layer.certify(x, z)
         error, known = found.error_bound, found.certified
@@ -322,9 +319,10 @@ def distance(layer: Any, x: Tensor, z: Any) -> Distance:
         moved = getattr(found, "input_rounding", None)
         error = error if moved is None else (error + moved) * (1.0 + 4 * UNIT)
     else:
-        bound = _input_norm(layer, x)
+        problem = layer.problem(x)
+        bound = _input_norm(layer, x, problem)
         with direct_convolutions(z):
-            found = _Measured(layer.problem(x), z, bound)
+            found = _Measured(problem, z, bound)
         lipschitz, note = found.lipschitz, found.lipschitz_note
         m, _, rho = (t.expand(len(nothing)) for t in found.bounds)
         error = (1.0 + rho / m) * (found.residual + found.off) + _input_rounding(layer, x, found)

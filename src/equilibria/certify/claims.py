@@ -6,7 +6,7 @@ state is proven, and tested.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -106,13 +106,11 @@ def refuted_bounds(q: Coupling, z: Tensor) -> str | None:
     return None
 
 
-def stretched(
-    features: Callable[[Tensor], Tensor], linear: Callable[[Tensor], Tensor], x: Tensor
-) -> bool:
-    """Whether c moves further than Ux from the input 0 to x: ‖U‖ does not bound x ↦ c then."""
-    c, start = features(x), features(torch.zeros_like(x))
-    moved, reach, size = (sample_norm([t.double()]) for t in (c - start, linear(x), c))
-    slack = torch.finfo(c.dtype).eps ** 0.5 * (moved + reach + size)
+def stretched(c: Tensor, start: Tensor, image: Tensor) -> bool:
+    """Whether c is further than Ux, the image, from ``start`` [1, ...], which it is at the input 0:
+    ‖U‖ does not bound x ↦ c then."""
+    moved, reach, size = (sample_norm([t.double()]) for t in (c - start, image, c))
+    slack = torch.finfo(image.dtype).eps ** 0.5 * (moved + reach + size)
     return bool((moved > reach + slack).any())
 
 

@@ -53,7 +53,7 @@ def _same_entries(constant: float) -> Rule:
 _rule(
     "relu", "tanh", "clamp", "clamp_min", "clamp_max", "abs", "neg", "hardtanh",
     "relu6", "softshrink", "flatten", "reshape", "view", "contiguous", "unsqueeze", "detach",
-    "clone", "double", "pixel_unshuffle", "pixel_shuffle", "unflatten",
+    "clone", "double", "to", "squeeze", "pixel_unshuffle", "pixel_shuffle", "unflatten",
 )(_same_entries(1.0))  # fmt: skip
 _rule("sigmoid")(_same_entries(0.25))
 _rule("silu")(_same_entries(1.1))  # the largest slope is 1.0998
@@ -101,27 +101,42 @@ def _dropout(u: Tensor, args: Any, kwargs: Any, out: Tensor) -> Bound | None:
     return None if training else (1.0, 0.0)
 
 
-@_rule("mul", "__mul__", "__rmul__")
+PRODUCTS = {"mul", "__mul__", "__rmul__"}
+QUOTIENTS = {"div", "__truediv__", "true_divide"}
+
+
+@_rule(*PRODUCTS)
 def _scaled(u: Tensor, args: Any, kwargs: Any, out: Tensor) -> Bound | None:
-    numbers = [value for value in args if isinstance(value, (int, float))]
-    return (abs(float(numbers[0])), 0.0) if numbers else None
+    """By a number, or by a tensor that leaves the shape as it is."""
+    by = [value for value in args if value is not u]
+    if len(by) != 1 or kwargs or out.shape != u.shape:
+        return None
+    return float(torch.as_tensor(by[0], dtype=u.dtype).abs().amax()), 0.0
 
 
-@_rule("div", "__truediv__", "true_divide")
+@_rule(*QUOTIENTS)
 def _quotient(u: Tensor, args: Any, kwargs: Any, out: Tensor) -> Bound | None:
-    by = args[1] if len(args) == 2 else None
-    if not isinstance(by, (int, float)) or by == 0 or kwargs.get("rounding_mode") is not None:
+    if kwargs.get("rounding_mode") is not None or len(args) != 2:
         return None
-    return 1.0 / abs(float(by)) * UP, 0.0
+    return _scaled(u, (u, UP / torch.as_tensor(args[1], dtype=u.dtype)), {}, out)
 
 
-@_rule("mean")
-def _mean(u: Tensor, args: Any, kwargs: Any, out: Tensor) -> Bound | None:
-    dims = pytree.tree_leaves((args[1:], {k: v for k, v in kwargs.items() if k == "dim"}))
-    if not dims or any(d % u.ndim == 0 for d in dims if not isinstance(d, bool)):
-        return None
-    count = u.numel() // max(out.numel(), 1)
-    return _averaged(u, 1.0 / math.sqrt(count), count)
+def _reduced(power: float) -> Rule:
+    """Over n entries of a sample each: a mean, a sum or a maximum has the constant n^power."""
+
+    def rule(u: Tensor, args: Any, kwargs: Any, out: Tensor) -> Bound | None:
+        dims = [d for d in pytree.tree_leaves((args[1:], kwargs.get("dim"))) if type(d) is int]
+        if not dims or 0 in (d % u.ndim for d in dims):
+            return None
+        count = u.numel() // max(out.numel(), 1)
+        return _averaged(u, count**power, count)
+
+    return rule
+
+
+_rule("mean")(_reduced(-0.5))
+_rule("sum")(_reduced(0.5))
+_rule("amax", "amin")(_reduced(0.0))
 
 
 def _averaged(u: Tensor, constant: float, terms: int) -> Bound:
@@ -158,13 +173,13 @@ def _dense(u: Tensor, args: Any, kwargs: Any, out: Tensor) -> Bound | None:
 def _convolution(u: Tensor, args: Any, kwargs: Any, out: Tensor) -> Bound | None:
     given = named(args, kwargs)
     weight = given["weight"]
-    if u.ndim != 4 or given.get("groups", 1) != 1:
+    if u.ndim != 4:
         return None
     norm, padding = _magnitude(weight), given.get("padding", 0)
     uneven = padding == "same" and not all(side % 2 for side in weight.shape[2:])
     if given.get("dilation", 1) in (1, (1, 1)) and not uneven:
         padding = 0 if padding == "valid" else padding
-        operator = ConvOperator(weight, given.get("stride", 1), padding)
+        operator = ConvOperator(weight, given.get("stride", 1), padding, given.get("groups", 1))
         norm = min(norm, operator.norm_upper_on(out.shape[1:]))
     return _linear_map(u, weight, given.get("bias"), out, norm)
 

@@ -18,7 +18,6 @@ made in its own dtype, with bounds on the rounding.
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -66,7 +65,7 @@ def certify_monotone(layer: MonotoneLayer, x: Tensor, z: Any = None) -> MapCerti
     """The certificate of ``layer`` at x, for z or for the layer's own answer."""
     z, solver = solved(lambda: layer.solve(x), z)
     (c,) = layer.inject(x)
-    stretches = stretched(lambda v: layer.inject(v)[0], partial(_linear, layer.U), x)
+    stretches = stretched(c, layer.inject(torch.zeros_like(x[:1]))[0], _linear(layer.U, x))
     reach = math.inf if stretches else layer.input_norm_upper()
     own = layer.inclusion(x)
     inclusion = MonotoneInclusion(own.operator.double(), layer.prior, own.tiers)

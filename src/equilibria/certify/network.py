@@ -186,10 +186,12 @@ class TrackedNetwork:
         self.network = plain_copy(model).double()
         inside: set[nn.Module] = set()  # of modules that answer for all that they hold
         for name, module in self.network.named_modules():
-            encloses = _encloses(module)
-            _intercept(name, module, solved, tracked=module not in inside, encloses=encloses)
-            if encloses:
+            changed: Any = module
+            if _encloses(module):
+                changed.forward = partial(_enclosed, changed)
                 inside |= set(module.modules()) - {module}
+            else:
+                _intercept(name, module, solved, tracked=module not in inside)
 
     @torch.inference_mode(False)  # it would not count changes in place
     @torch.no_grad()
@@ -246,7 +248,7 @@ def _judged(logits: Tracked, norm: str) -> NetworkCertificate:
 
 def plain_copy(model: nn.Module) -> nn.Module:
     """A copy in evaluation mode; constrained weights are those of the model's dtype, made once."""
-    network = copy.deepcopy(model).eval()
+    network: nn.Module = copy.deepcopy(getattr(model, "_orig_mod", model)).eval()  # not compiled
     for module in network.modules():
         for name, made in getattr(module, "parametrizations", {}).items():
             weight = getattr(module, name).detach()
@@ -267,14 +269,10 @@ def _encloses(module: nn.Module) -> bool:
     return "enclose" in next(vars(k) for k in kinds if {"forward", "enclose"} & vars(k).keys())
 
 
-def _intercept(
-    name: str, module: nn.Module, solved: Solved, *, tracked: bool, encloses: bool
-) -> None:
+def _intercept(name: str, module: nn.Module, solved: Solved, *, tracked: bool) -> None:
     """Let the module answer with bounds when it is called with a tracked tensor."""
     changed: Any = module
-    if encloses:
-        changed.forward = partial(_enclosed, changed)
-    elif getattr(module, "is_equilibrium", False) and not hasattr(module, "branches"):
+    if getattr(module, "is_equilibrium", False) and not hasattr(module, "branches"):
         inner = partial(_plainly, name, module, changed.solve, solved)
         if not tracked:  # the module around it asks for the solve, and for what is proven
             changed.solve = inner
@@ -313,6 +311,7 @@ def _solved(
     value = pytree.tree_map_only(Tensor, wrap, solution.value)
     if x.entries is not None and found.lipschitz is not None and hasattr(layer, "inclusion"):
         size, entries = entrywise(layer, x.numbers, x.entries)
-        value.lipschitz = min(value.lipschitz, size)
-        value.bounded(entries)
+        for part in pytree.tree_leaves(value):
+            part.lipschitz = min(part.lipschitz, size)
+            part.bounded(entries)
     return dataclasses.replace(solution, value=value)

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from equilibria.engine.tree import sample_norm
 from equilibria.problems.norms import SAFETY, UNIT
 
-from .function_bounds import RULES, UP, named
+from .function_bounds import PRODUCTS, QUOTIENTS, RULES, UP, named
 
 
 class CannotFollowError(Exception):
@@ -116,8 +116,8 @@ class Tracked(Tensor):
             found = None
             if isinstance(out, Tensor):
                 rules = _torchs_own(func) and out.dtype == torch.float64
-                first = bool(args) and (name == "cat" or name in _SUMS or isinstance(args[0], cls))
-                if rules and first:  # of all torch's functions, the first argument is the input
+                first = bool(args) and (name in _ANY_ORDER or isinstance(args[0], cls))
+                if rules and first:  # of other functions, the first argument is the input
                     found = _bounds(name, func, sources, plain, options, out)
             if found is None:
                 sources[0].notes.append(f"no Lipschitz constant is known for {name}")
@@ -192,7 +192,8 @@ _COUNTS = {
     "_pack_padded_sequence", "tensor_split",
 }  # fmt: skip
 """What gives an answer whose shape depends on the numbers."""
-_SUMS = {"add", "__add__", "__radd__", "sub", "__sub__", "__rsub__"}
+_SUMS = {"add", "add_", "__add__", "__radd__", "sub", "sub_", "__sub__", "__rsub__"}
+_ANY_ORDER = {"cat", *_SUMS, *PRODUCTS}
 _FACTS = (int, str, type(None), torch.Size, torch.dtype, torch.device, torch.layout)
 """What may be known of a tensor apart from its numbers: shapes, kinds, places."""
 
@@ -221,7 +222,7 @@ def _bounds(
         weight = named(args, kwargs)["weight"].clone()  # it may be changed later
         found.rows = (weight, u, sample_norm([u.numbers]))
     if u.entries is not None:
-        found.bounded(_moved(name, func, u.entries, args, kwargs))
+        found.bounded(_moved(name, func, u.entries, u.numbers, args, kwargs))
     return found
 
 
@@ -232,6 +233,9 @@ def _sum(sources: list[Tracked], args: Any, kwargs: Any, out: Tensor) -> Tracked
     for other in sources[1:]:
         first.lipschitz = (first.lipschitz + other.lipschitz) * UP
         first.error = (first.error + other.error) * UP
+    entries = [u.entries for u in sources if u.entries is not None]
+    if len(entries) == len(sources):
+        first.bounded(torch.stack(entries).sum(0) * (1.0 + 1e-9))
     return first
 
 
@@ -247,21 +251,18 @@ def _cat(sources: list[Tracked], args: Any, kwargs: Any, out: Tensor) -> Tracked
 
 _ENTRYWISE = {"relu", "tanh", "softplus", "clamp", "clamp_min", "clamp_max", "abs", "neg", "relu6"}
 _MOVES = {
-    "flatten",
-    "reshape",
-    "view",
-    "contiguous",
-    "clone",
-    "detach",
-    "double",
+    "flatten", "reshape", "view", "contiguous", "clone", "detach", "double", "to", "squeeze",
     "pixel_unshuffle",
-}
+}  # fmt: skip
 
 
-def _moved(name: str, func: Any, e: Tensor, args: Any, kwargs: Any) -> Tensor | None:
-    """The bound on each entry after an operation on values with the bound e [1, ...]; or None."""
+def _moved(name: str, func: Any, e: Tensor, u: Tensor, args: Any, kwargs: Any) -> Tensor | None:
+    """The bound on each entry after an operation on u, which has the bound e [1, ...]; or None."""
     if name in _ENTRYWISE:
         return e
+    if name in PRODUCTS | QUOTIENTS:
+        scaled: Tensor = func(*(e if a is u else abs(a) for a in args))
+        return scaled.amax(0, keepdim=True) * (1.0 + 1e-9)
     if name in _MOVES and args:
         moved: Tensor = func(e.expand_as(args[0]).contiguous(), *args[1:], **kwargs)
         return moved[:1]

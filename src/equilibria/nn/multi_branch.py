@@ -186,11 +186,8 @@ class Branches(nn.Module):
                 f"MultiBranch needs equal channels in all branches, got {channels}: give the "
                 "layers one number of channels."
             )
-        moved = [_resize(y, self.output) for y in outputs]
-        total = moved[0]
-        for y in moved[1:]:
-            total = total + y
-        return total / len(moved)
+        first, *others = [_resize(y, self.output) for y in outputs]
+        return sum(others, first) / len(outputs)
 
     def forward(self, x: Tensor) -> Tensor:
         """y, [B, C, *output]."""
@@ -320,10 +317,9 @@ class MultiBranch(Branches):
         """
         states = self._one_each("z", z)
         seen = self._seen(x, states)
-        found: dict[str, Guaranteed] = {}
-        for i, branch in enumerate(self.branches):
-            asked: Any = branch
-            found[f"branch {i}"] = certify(asked, seen[i], states[i])
+        asked: Any = self.branches
+        rows = enumerate(zip(asked, seen, states, strict=True))
+        found: dict[str, Guaranteed] = {f"branch {i}": certify(*row) for i, row in rows}
         note = "the whole is certified where each branch is, at the input that it sees"
         return CompositeCertificate(found, note)
 
@@ -344,9 +340,8 @@ class MultiBranch(Branches):
             if self.chain and i:
                 slope = getattr(part, "lipschitz", None)
                 slope = math.inf if slope is None else slope
-                seen = torch.zeros_like(error)
-                for j in range(i):
-                    seen = seen + _resize_norm(self.scales[j], scale) * bounds[j]
+                before = zip(self.scales, bounds, strict=False)
+                seen = torch.stack([_resize_norm(s, scale) * e for s, e in before]).sum(0)
                 error = error + torch.where(seen > 0.0, seen * slope, 0.0)
             bounds.append(self.gain(i) * self._norm_factor(i) * error)
         pairs = zip(self.scales, bounds, strict=True)
