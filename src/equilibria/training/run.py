@@ -547,8 +547,7 @@ class Run(Checkpoint):
     def _recorded(self) -> bool:
         """Whether result.json is there, with the time and the device of the training that ended."""
         with suppress(OSError, ValueError, KeyError, TypeError):
-            found = json.loads(self.folder.result.read_text(encoding="utf-8"))
-            return bool(found["epochs"] == len(self.history))
+            return bool(json.loads(self.folder.result.read_bytes())["epochs"] == len(self.history))
         return False
 
     def _finish(self, trainer: pl.Trainer | None) -> TrainResult:
