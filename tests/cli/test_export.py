@@ -87,7 +87,7 @@ def test_commands_that_need_layers_refuse_an_onnx_file(
     [
         (["--out", "a.bin"], "--out a.bin"),
         (["--out", "a.onnx", "--format", "pt2"], "--format pt2"),
-        (["--out", "nowhere/a.onnx"], "folder does not exist"),
+        (["--out", "m.safetensors/a.onnx"], "this is a file; expected a folder"),
         (["--out", "a.pt2", "--int8"], "--int8"),
         (["--out", "a.onnx"], "--steps N"),
     ],

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 import equilibria as eq
+from equilibria import training
 from equilibria.cli.flags import as_flags
-from equilibria.cli.train import _next
 from equilibria.engine import OptionError
 from equilibria.training.config import TrainConfig
 from tests.cli.running import Cli
@@ -83,8 +84,6 @@ def test_the_commands_name_flags_and_commands(
 def test_a_run_that_is_stopped_says_how_to_go_on(
     complete: bool, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
-    from equilibria import training
-
     folder = Path("my run")
     stop = training.Interrupted(
         "Saved it.", folder / "last.ckpt", folder=None if complete else folder
@@ -100,10 +99,12 @@ def test_a_run_that_is_stopped_says_how_to_go_on(
     assert ("resume='my run')" in str(stop)) != complete
 
 
-def test_the_next_command_can_be_copied() -> None:
-    settings = TrainConfig(data="mnist", data_root="my data")
-    assert _next(Path("a run"), settings) == "equilibria evaluate 'a run' --data-root 'my data'"
-    assert _next(Path("run"), TrainConfig()) == "equilibria evaluate run"
+def test_the_next_command_can_be_copied(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Path("a run")
+    found = training.TrainResult(place, place / "model", place / "last", {}, [], nn.Identity())
+    monkeypatch.setattr(training, "fit", lambda *_, **__: found)
+    assert cli("train", "--quiet", "--no-report") == 0
+    assert cli.read().err.endswith("next: equilibria evaluate 'a run'\n")
 
 
 def test_other_channels_are_named(tmp_path: Path, cli: Cli) -> None:

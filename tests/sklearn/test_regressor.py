@@ -138,6 +138,17 @@ def test_early_stopping_keeps_the_best() -> None:
     assert model.score(x[held], y[held]) == pytest.approx(max(model.validation_scores_), abs=1e-3)
 
 
+def test_early_stopping_of_several_columns_and_few_rows() -> None:
+    x, _ = load_diabetes(return_X_y=True)
+    y = np.stack([x[:, 0], x[:, 2] ** 2, 1e6 * np.random.default_rng(0).standard_normal(442)], 1)
+    model = EquilibriumRegressor(early_stopping=True, **QUICK).fit(x, y)
+    _, held = model._split(y, check_random_state(0))
+    # R² as ``score`` has it: the mean over the columns, whatever their spread.
+    assert model.score(x[held], y[held]) == pytest.approx(max(model.validation_scores_), abs=1e-3)
+    few = EquilibriumRegressor(early_stopping=True, **QUICK).fit(x[:8], y[:8, 0])
+    assert max(few.validation_scores_) > few.validation_scores_[0]
+
+
 @pytest.mark.filterwarnings("ignore:fixed_point did not converge")
 @pytest.mark.parametrize("layer", ["explicit", "geq"])
 def test_a_loss_that_is_not_finite(layer: str) -> None:

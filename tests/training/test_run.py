@@ -156,6 +156,18 @@ def test_without_validation_and_with_one_batch(tmp_path: Path) -> None:
     assert set(result.metrics) == {"train_loss", "train_accuracy", "solver_steps", "residual"}
 
 
+def test_the_loss_of_validation_is_not_rounded_to_the_precision(tmp_path: Path) -> None:
+    """In bfloat16 a sum over 1,184 images would be a multiple of 8, and 256 + 1 is 256."""
+    parts = digits(64, 1184)
+    options: dict[str, Any] = {"precision": "bf16-true", "batch_size": 2}
+    result = run(config(tmp_path, epochs=1, **options), data=(parts[0], parts[1]))
+    x = parts[1].normalize(parts[1].images).bfloat16()
+    with torch.no_grad():
+        logits = torch.cat([result.model(part) for part in x.split(4)]).double()
+    loss = torch.nn.functional.cross_entropy(logits, parts[1].targets)
+    assert result.metrics["val_loss"] == pytest.approx(float(loss), rel=1e-6)
+
+
 def test_steps_that_end_far_from_the_equilibrium_are_said(tmp_path: Path) -> None:
     """One step from zero is the whole state. The run is kept even where the warning is an error."""
     model = Tiny()

@@ -92,9 +92,14 @@ def test_full_at_the_very_end_resume_writes_the_rest(
     assert not (place.folder / "model.safetensors").exists()
     found = run(place, resume=place.folder)
     assert_same_run(found, run(config(tmp_path / "whole", **options)))
-    kept = (place.folder / "result.json").read_bytes()
+    names = ("result.json", "history.csv")
+    kept = [(place.folder / name).read_bytes() for name in names]
+    (place.folder / "history.csv").unlink()
     run(place, resume=place.folder)  # once more: nothing is trained, nor are its seconds anew
-    assert (place.folder / "result.json").read_bytes() == kept
+    assert [(place.folder / name).read_bytes() for name in names] == kept
+    copied = run(config(tmp_path / "copy", **options), resume=place.folder)
+    assert copied.checkpoint.parent == tmp_path / "copy"
+    assert_same_run(run(config(copied.folder, **options), resume=copied.folder), found)
 
 
 @pytest.mark.parametrize("select", ["last", "best"])

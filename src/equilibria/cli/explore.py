@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from .console import say
-from .loading import Device, bound_to, device_of, load
+from .loading import Device, device_of, load, run_server
 
 
 def explore(
@@ -38,9 +38,7 @@ def explore(
         examples = data.load("digits", "test", progress=False)
     app = evaluation.explorer_app(evaluation.Explorer(model, examples))
     server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
-    with bound_to("127.0.0.1", port) as bound:
-        say(f"open http://127.0.0.1:{bound.getsockname()[1]} (Ctrl-C ends it)")
-        server.run(sockets=[bound])
+    run_server(server, "127.0.0.1", port, "open")
 
 
 def _digits() -> Path:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from .console import fail, print_json, print_table
+from .console import check_file, fail, print_json, print_table
 from .loading import Data, Json, Limit, Root, Split, Weights, device_of, load, prepared
 
 
@@ -45,13 +45,12 @@ def export(
     if ending not in ("pt2", "onnx") or kind not in (None, ending):
         asked = f"--out {out}" + ("" if kind is None else f" --format {kind}")
         raise fail(f"{asked}: expected a name that ends with .pt2 or .onnx, and its format.")
-    if not out.parent.is_dir():
-        raise fail(f"--out {out}: the folder does not exist.")
     measured = data is not None or int8
     if measured and ending == "pt2":
         raise fail("--int8 and --data are for .onnx files, which the command can run again.")
     if not measured and (root, split, limit) != (None, "test", None):
         raise fail("--data-root, --split and --limit go with --data or --int8.")
+    check_file(out)
     dataset: Any = None
     if measured:
         model, dataset = prepared(weights, data, root, split, "cpu", limit)

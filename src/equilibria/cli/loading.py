@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import shlex
 import socket
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +13,7 @@ import torch
 import typer
 from torch import nn
 
-from .console import fail
+from .console import fail, say
 
 Weights = Annotated[
     Path,
@@ -153,16 +154,21 @@ def solver_of(rtol: float | None) -> Any:
     return Auto(rtol=rtol)
 
 
-def bound_to(host: str, port: int) -> socket.socket:
-    """A socket at the address; an error that names the flag where there can be none."""
+def run_server(server: Any, host: str, port: int, what: str) -> None:
+    """Let a uvicorn.Server answer at the address until Ctrl-C; ``what`` is said before it."""
     bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        bound.bind((host, port))
-    except OSError as error:
-        bound.close()
-        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
-            raise fail(f"--host {host}: no address of this machine ({error.strerror}).") from None
-        why = f"--port {port}: it cannot be used at {host} ({error.strerror})."
-        raise fail(why, "Give another one, or 0 for one that is free.") from None
-    return bound
+    with bound, suppress(KeyboardInterrupt):
+        try:
+            bound.bind((host, port))
+        except OSError as error:
+            why = error.strerror
+            if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+                raise fail(f"--host {host}: no address of this machine ({why}).") from None
+            why = f"--port {port}: it cannot be used at {host} ({why})."
+            raise fail(why, "Give another one, or 0 for one that is free.") from None
+        at = f"[{host}]" if ":" in host else host
+        say(f"{what} http://{at}:{bound.getsockname()[1]} (Ctrl-C ends it)")
+        server.run(sockets=[bound])
+    if not server.started:  # it says why itself
+        raise typer.Exit(1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Annotated, Any
 
 import typer
@@ -10,9 +9,8 @@ import typer
 from equilibria.engine.optional import needs
 from equilibria.serving import ServeOptions, create_app
 
-from .console import say
 from .flags import with_flags
-from .loading import Device, Weights, bound_to, device_of, load
+from .loading import Device, Weights, device_of, load, run_server
 
 
 @with_flags(ServeOptions, ("Limits",))
@@ -41,9 +39,4 @@ def serve(
     seconds: Any = {"timeout_keep_alive": 30, "timeout_graceful_shutdown": 30}
     open_at_once: Any = {"limit_concurrency": options.connections + 1}  # it counts the one refused
     server = uvicorn.Server(uvicorn.Config(app, **quiet, **seconds, **open_at_once))
-    with bound_to(host, port) as bound, contextlib.suppress(KeyboardInterrupt):
-        at = f"[{host}]" if ":" in host else host
-        say(f"serving {weights} at http://{at}:{bound.getsockname()[1]} (Ctrl-C ends it)")
-        server.run(sockets=[bound])
-    if not server.started:  # it says why itself
-        raise typer.Exit(1)
+    run_server(server, host, port, f"serving {weights} at")

@@ -93,7 +93,8 @@ def train(
     print_table("result", "value", rows=rows)
     if page is not None:
         say(f"report in {page}")
-    say(f"weights in {result.weights}\nnext: {_next(result.folder, settings)}")
+    next_ = shlex.join(["equilibria", "evaluate", str(result.folder)])  # to be copied
+    say(f"weights in {result.weights}\nnext: {next_}")
 
 
 def _write_report(result: Any, settings: TrainConfig) -> Path | None:
@@ -138,12 +139,6 @@ def on_threads(asked: int | None, data: str) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _next(folder: Path, settings: TrainConfig) -> str:
-    """The command that evaluates the run, to be copied."""
-    root = () if settings.data_root is None else ("--data-root", str(settings.data_root))
-    return shlex.join(["equilibria", "evaluate", str(folder), *root])
 
 
 def _settings(

@@ -195,8 +195,8 @@ def find_named(
     listed = "\n".join(f"  - {place}" for place in tried)
     raise DataNotFoundError(
         f"{name} ({split}) was not found. Tried:\n{listed}\nThe folder of the data "
-        f"(root; --root, for train --data-root) may hold {', '.join(_LAYOUTS)}, in "
-        f"itself or in a folder {name} inside it. digits needs no files."
+        f"(root; --data-root) may hold {', '.join(_LAYOUTS)}, in itself or in a folder {name} "
+        "inside it. digits needs no files."
     )
 
 

@@ -218,7 +218,7 @@ class BaseEquilibrium(BaseEstimator):  # type: ignore[misc]
 
     def _split(self, y: Array, random: Any) -> tuple[Array, Array]:
         """Indices to train on, and held out for early stopping."""
-        held = int(np.ceil(self.validation_fraction * len(y)))
+        held = max(2, int(np.ceil(self.validation_fraction * len(y))))  # R² needs two
         how = {"test_size": held, "random_state": random, "stratify": self._strata(y, held)}
         train, test = train_test_split(np.arange(len(y)), **how)
         return train, test

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 from sklearn.base import RegressorMixin
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils.validation import validate_data
@@ -93,8 +94,10 @@ class EquilibriumRegressor(RegressorMixin, BaseEquilibrium):  # type: ignore[mis
         return 0.5 * (output - target).square().mean(1)
 
     def _held_out_score(self, output: Tensor, rows: Rows) -> float:
-        weight = rows.weight[:, None]
-        mean = (weight * rows.y).sum(0) / weight.sum()
-        spread = (weight * (rows.y - mean).square()).sum()
-        error = (weight * (rows.y - output).square()).sum()
-        return float(1.0 - error / spread.clamp_min(1e-30))
+        weight = rows.weight[:, None] / rows.weight.sum()
+        error, spread = (
+            (weight * (rows.y - other).square()).sum(0)
+            for other in (output, (weight * rows.y).sum(0))
+        )
+        # As r2_score: the mean over the columns, 0 for one that is constant.
+        return float(torch.where(spread > 0.0, 1.0 - error / spread, 0.0).mean())

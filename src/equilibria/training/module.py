@@ -254,8 +254,12 @@ class EquilibriumModule(pl.LightningModule):
             return examine(self.model, x, y, self.losses)
 
     def on_validation_epoch_start(self) -> None:
+        # A precision such as bf16-true rounds the sums too, until they grow no more.
+        wide = torch.float32 if self.device.type == "mps" else torch.float64
         for metric in self._metrics.values():
             metric.reset()
+            if isinstance(metric, SumMetric):
+                metric.set_dtype(wide)
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         x, y = batch

@@ -186,10 +186,12 @@ class Run(Checkpoint):
             # Not before all of the above went well: an old run is not lost to a typing error.
             self.folder.open(resume=continues, overwrite=overwrite)
             write_text(self.folder.config, config.to_yaml())
-            if self.resume is not None and not continues and config.select == "best":
+            if self.resume is not None and not continues:
                 best = run_folder.RunFolder(self.resume.parent).weights
-                if best.exists():  # of an epoch before the checkpoint
+                if config.select == "best" and best.exists():  # of an epoch before the checkpoint
                     write_bytes(self.folder.weights, best.read_bytes())
+                if self.finished:  # no other will be written
+                    write_bytes(self.folder.checkpoint, self.resume.read_bytes())
         return saved
 
     def _train(self, callbacks: Sequence[pl.Callback]) -> TrainResult:
@@ -545,8 +547,7 @@ class Run(Checkpoint):
     def _recorded(self) -> bool:
         """Whether result.json is there, with the time and the device of the training that ended."""
         with suppress(OSError, ValueError, KeyError, TypeError):
-            found = json.loads(self.folder.result.read_text(encoding="utf-8"))
-            return bool(found["epochs"] == len(self.history))
+            return bool(json.loads(self.folder.result.read_bytes())["epochs"] == len(self.history))
         return False
 
     def _finish(self, trainer: pl.Trainer | None) -> TrainResult:
@@ -564,6 +565,8 @@ class Run(Checkpoint):
             for name, value in row.items()
             if name.startswith(("train_", "val_")) or name in ("solver_steps", "residual")
         }
+        if self.main:
+            self.folder.write_history(self.history)
         if self.main and not (trainer is None and self._recorded()):
             device = torch.device("cpu") if trainer is None else trainer.strategy.root_device
             described: Any = getattr(model, "config", None)
@@ -579,7 +582,6 @@ class Run(Checkpoint):
                 "resumed": self.resume is not None,
             }
             result |= run_folder.provenance(self.started, device, self.config.seed)
-            self.folder.write_history(self.history)
             write_json(self.folder.result, result)
         if trainer is not None:
             trainer.strategy.barrier("result written")
