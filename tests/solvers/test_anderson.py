@@ -119,6 +119,30 @@ def test_repeated_residuals_make_a_singular_system_that_is_survived() -> None:
     assert float((solution.value[0] - 2).abs().max()) < 1e-4
 
 
+@pytest.mark.parametrize(
+    ("dtype", "rtol", "slope"), [(torch.float32, 1e-6, 0.6), (torch.float64, 1e-12, 0.05)]
+)
+def test_residuals_much_shorter_than_others_are_survived(
+    dtype: torch.dtype, rtol: float, slope: float
+) -> None:
+    """Some of these samples are at their fixed point steps before the next test of convergence."""
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn(8000, 2, 2, dtype=torch.float64, generator=generator)
+    a *= slope / torch.linalg.matrix_norm(a, 2)[:, None, None]
+    b = torch.randn(8000, 2, dtype=torch.float64, generator=generator)
+
+    def fn(z: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(torch.einsum("bij,bj->bi", a, z)) + b
+
+    true = b
+    for _ in range(80):
+        true = fn(true, a, b)
+    args = a.to(dtype), b.to(dtype)
+    sol = eq.fixed_point(fn, torch.zeros_like(args[1]), args, solver=Anderson(rtol=rtol))
+    assert sol.converged.all()
+    assert ((sol.value.double() - true).norm(dim=1) <= 3 * rtol * true.norm(dim=1)).all()
+
+
 def test_restart_forgets_one_sample_and_spares_its_mates() -> None:
     problem, solver = problems.tanh(batch=3), Anderson(memory=3)
     stalled = torch.tensor([False, True, False])

@@ -121,7 +121,10 @@ class Anderson(Solver):
             settled = point.settled.view(-1, 1, 1)
             weights = torch.where(settled, unit.to(weights.dtype), weights)
         else:
-            solution = torch.linalg.solve_ex(gram, ones).result
+            # Rows in units of their residual: the largest of a column is its diagonal then. Other
+            # pivots may lose residuals that are much shorter than the rest.
+            unit = gram.diagonal(dim1=1, dim2=2).rsqrt().unsqueeze(2)
+            solution = torch.linalg.solve_ex(unit * gram, unit * ones).result
             weights = solution / solution.sum(1, keepdim=True)
         return state.candidates.combine(weights.transpose(1, 2)), state
 
