@@ -114,8 +114,9 @@ class RunFolder:
         if not resume:
             for file in (*self._files, *kept):
                 file.unlink(missing_ok=True)
-            if self.logs.is_dir() and not self.logs.is_symlink():
-                shutil.rmtree(self.logs)
+            for log in (self.logs, *self.path.glob("csv/version_[0-9]*")):  # CSVLogger's folders
+                if log.is_dir() and not log.is_symlink():
+                    shutil.rmtree(log)
         parts = self.epochs.glob(".epoch_[0-9][0-9][0-9][0-9].safetensors.*.part")
         for file in (*self._files, *(part.with_name(part.name[1:23]) for part in parts)):
             remove_parts(file)
