@@ -294,8 +294,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         why = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
         raise CheckpointError(
             f"{path} cannot be read as a checkpoint: it is damaged, cut short or of another kind "
-            f"({why}). Resume from an older copy, or start the run again (overwrite=True, "
-            "--overwrite)."
+            f"({why}). Resume from an older copy, or delete it and start the run again."
         ) from error
     entry = found.get(ENTRY) if isinstance(found, dict) else None
     if not isinstance(entry, Mapping) or "state_dict" not in found:
