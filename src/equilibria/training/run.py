@@ -475,8 +475,9 @@ class Run(Checkpoint):
             # Noted on the device some steps ago: make that batch again and look at it now. The
             # weights have not moved since.
             batch = self.batches.batch(*divmod(step, self.batches.per_epoch))
-            with trainer.precision_plugin.forward_context():
-                looked = self.module.examine(*batch)
+            precision = trainer.precision_plugin
+            with precision.forward_context():
+                looked = self.module.examine(*precision.convert_input(batch))
             found = {"what": "loss or its gradient", "value": "NaN or infinite", **looked}
             self._nonfinite(step, found, trainer)
 
