@@ -125,7 +125,7 @@ class Run(Checkpoint):
         stopping = "stopping after this step; Ctrl-C again stops at once"
         self.request = StopRequest(partial(self._say, stopping))
         self.history: list[dict[str, Any]] = []
-        self.in_step, self.exact = False, True
+        self.restored, self.in_step, self.exact = False, False, True
         self.final_state: dict[str, Any] = {}
         self._restored: dict[str, Any] = {}
         # The random numbers after the last step of an epoch that is not yet closed.
@@ -348,6 +348,7 @@ class Run(Checkpoint):
             run_folder.seed_all(self.config.seed + self.progress.step + trainer.global_rank)
         elif self._restored:  # the sums of all processes
             self.module.metrics.load_state_dict(self._restored["metrics"])
+        self.restored = True
         if self.config.keep_every is not None and self.progress.step == 0:
             self._write_weights(self.folder.epoch(0), {})
         self.request.listen()
@@ -450,7 +451,7 @@ class Run(Checkpoint):
             if self.average is not None:
                 self.average.restore()
             self.exact &= not self.in_step
-            if self.progress.step:
+            if self.restored and self.progress.step:  # before, the checkpoint is as it should be
                 self.save(trainer)
 
     def _share_buffers(self, trainer: pl.Trainer) -> None:
