@@ -266,7 +266,7 @@ class EquilibriumModule(pl.LightningModule):
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         x, y = batch
-        logits = self.forward(x).float()
+        logits = self.forward(x)
         count = self._counted(y).sum()
         sums = {"val_loss": self.loss(logits, y, 0.0) * count, "val_count": count}
         for name, metric in self._metrics.items():
