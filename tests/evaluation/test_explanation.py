@@ -14,6 +14,7 @@ from scipy.optimize import minimize
 
 import equilibria as eq
 from equilibria import evaluation
+from equilibria.data.parquet import ParquetFiles
 from equilibria.evaluation import Explanation
 from tests.cli.running import Cli
 from tests.data.made_files import write_parquet
@@ -43,13 +44,16 @@ def explained(model: Any, files: list[Path], **options: Any) -> list[Explanation
 
 @pytest.mark.filterwarnings("ignore::equilibria.models.InputWarning")
 def test_a_row_of_a_parquet_file_is_explained_as_its_picture(
-    files: list[Path], tmp_path: Path
+    files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = tmp_path / "rows.parquet"
     write_parquet(rows, {"image": [files[1].read_bytes(), files[0].read_bytes()]})
     model = network("geq_digits", widths=[4], depth=1, hidden=8)
     (expected,) = explained(model, files[:1], certify=False)
-    found = explained(model, [rows], certify=False)
+    answers, reads, column = evaluation.predict_files(model, [rows]), [], ParquetFiles.column
+    monkeypatch.setattr(ParquetFiles, "column", lambda *a: reads.append(a) or column(*a))
+    found = evaluation.explain(model, answers, certify=False)
+    assert len(reads) == 1  # of the file, not of each of its rows
     assert [each.prediction.file.name for each in found] == [
         f"rows.parquet row {i}" for i in (0, 1)
     ]

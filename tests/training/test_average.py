@@ -44,6 +44,20 @@ def test_the_average_is_its_formula() -> None:
     assert all(torch.equal(t, o) for t, o in zip(tensors, own, strict=True))
 
 
+def test_a_mask_of_minus_infinity_stays_as_it_is() -> None:
+    """−∞ − (−∞) is NaN."""
+    model = nn.Linear(2, 2)
+    model.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(3))
+    before = model.mask.clone()
+    average = WeightAverage(0.9)
+    average.follow(model)
+    average.update()
+    average.apply()
+    assert torch.equal(model.mask, before)
+    average.restore()
+    assert torch.equal(model.mask, before)
+
+
 def test_low_precision_is_averaged_in_float32() -> None:
     model = nn.Linear(1, 1, bias=False).to(torch.bfloat16)
     nn.init.ones_(model.weight)

@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import equilibria as eq
 from equilibria.training import EquilibriumModule, TrainConfig
@@ -99,6 +102,28 @@ def test_clipping_bounds_the_step_also_of_mixed_labels(tmp_path: Path) -> None:
     moved = [(p.detach() - before[n]).flatten() for n, p in result.model.named_parameters()]
     assert float(torch.cat(moved).norm()) == pytest.approx(0.01, rel=1e-3)
     assert 0.0 < result.metrics["train_accuracy"] <= 1.0
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec")  # Lightning's own use of torch
+@pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning")
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_the_norm_of_the_gradient_does_not_hold_the_scale_of_float16(
+    monkeypatch: pytest.MonkeyPatch, clip: float | None
+) -> None:
+    """Fused optimizers, those of a GPU, unscale gradients as they step: after the norm is taken."""
+    monkeypatch.setattr(EquilibriumModule, "defers", property(lambda self: True))
+    x, y = next(iter(eq.data.Batches(digits()[0], 64)))
+    torch.manual_seed(0)
+    model = Tiny()
+    made = EquilibriumModule(model, TrainConfig(precision="16-mixed", clip=clip), num_classes=10)
+    made.logs = False
+    loss = nn.functional.cross_entropy(made.model(x), y)
+    norm = torch.cat([g.flatten() for g in torch.autograd.grad(loss, made._trained)]).norm()
+    plain: dict[str, Any] = {"logger": False, "enable_checkpointing": False}
+    plain |= {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    trainer = pl.Trainer(max_steps=1, plugins=[MixedPrecision("16-mixed", "cpu")], **plain)
+    trainer.fit(made, DataLoader(TensorDataset(x, y), batch_size=64))
+    assert float(made.metrics.gradient_norm) == pytest.approx(float(norm), rel=1e-2)
 
 
 @pytest.mark.slow
@@ -203,8 +228,8 @@ def test_the_validation_loss_is_the_mean_over_images_also_of_a_short_last_batch(
 ) -> None:
     """64 + 37 images; the mean of the two batches' means is another number."""
     valid = eq.data.load("digits", progress=False).subset(range(192, 293))
-    result = run(config(tmp_path, epochs=1), data=(digits()[0], valid))
-    x, y = next(iter(eq.data.Batches(valid, len(valid))))
+    result = run(config(tmp_path, epochs=1, precision="64-true"), data=(digits()[0], valid))
+    x, y = next(iter(eq.data.Batches(valid, len(valid), dtype=torch.float64)))
     with torch.no_grad():
         expected = torch.nn.functional.cross_entropy(result.model(x), y)
-    assert result.metrics["val_loss"] == pytest.approx(float(expected), rel=1e-5)
+    assert result.metrics["val_loss"] == pytest.approx(float(expected), rel=1e-12)

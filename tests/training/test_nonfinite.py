@@ -109,12 +109,13 @@ def test_a_bad_image_is_found_named_and_kept_from_the_weights(
     assert (tmp_path / "last.ckpt").exists()
 
 
-def test_a_bad_gradient_under_a_finite_loss(tmp_path: Path, looks: bool) -> None:
+@pytest.mark.parametrize("precision", ["32-true", "16-true"])
+def test_a_bad_gradient_under_a_finite_loss(tmp_path: Path, looks: bool, precision: str) -> None:
     torch.manual_seed(0)
     model = BadGradient(after=8)
     watch = Weights()
     with pytest.raises(NonFiniteLoss, match="gradient") as caught:
-        run(config(tmp_path), model=model, callbacks=[watch])
+        run(config(tmp_path, precision=precision, clip=1.0), model=model, callbacks=[watch])
     assert caught.value.report["step"] == 8
     now = dict(model.named_parameters())
     assert all(torch.equal(now[k].detach(), v) for k, v in watch.steps[7].items())

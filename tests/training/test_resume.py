@@ -127,6 +127,20 @@ def test_stopped_in_the_epoch_of_half_steps_and_at_its_end(
     assert [row["solver_steps"] for row in rows] == [2.0, 3.0, 3.0]
 
 
+@pytest.mark.parametrize("hook", ["setup", "on_fit_start", "on_train_start"])
+def test_interrupted_before_it_has_resumed_it_leaves_the_checkpoint_alone(
+    tmp_path: Path, hook: str, whole: Any
+) -> None:
+    """Before and after Lightning has put the weights back, and before the sums of the epoch are."""
+    place, after = config(tmp_path, **RICH), Losses()
+    with pytest.raises(Interrupted):
+        train(place, callbacks=[RaiseAt(9), Losses()])
+    with pytest.raises(Interrupted, match="Go on with"):
+        train(place, resume=tmp_path, callbacks=[RaiseAt(1, hook=hook)])
+    assert_same_run(train(place, resume=tmp_path, callbacks=[after]), whole("onecycle")[0])
+    assert after.values == whole("onecycle")[1][9:]
+
+
 def test_crashes_go_back_to_the_end_of_an_epoch(tmp_path: Path, whole: Any) -> None:
     stop, place = RaiseAt(9, RuntimeError("power cut")), config(tmp_path / "b", **RICH)
     interrupted_and_resumed(tmp_path / "a", "onecycle", whole, stop, RuntimeError)

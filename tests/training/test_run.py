@@ -123,7 +123,8 @@ def test_epochs_may_be_kept(tmp_path: Path) -> None:
 
 def test_a_run_is_not_written_over_unless_asked(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")  # a folder with other things is welcome
-    run(config(tmp_path, epochs=2))
+    run(config(tmp_path, epochs=2, loggers=["csv"]))
+    (tmp_path / "csv" / "mine.txt").write_text("mine")
     (tmp_path / "nonfinite.json").write_text("{}")
     (tmp_path / "report.html").write_text("the numbers of this run")
     before = {p: p.read_bytes() for p in tmp_path.iterdir() if p.is_file()}
@@ -134,6 +135,7 @@ def test_a_run_is_not_written_over_unless_asked(tmp_path: Path) -> None:
     assert {p: p.read_bytes() for p in tmp_path.iterdir() if p.is_file()} == before
     found = run(config(tmp_path, epochs=1, seed=1), overwrite=True)
     assert (tmp_path / "notes.txt").read_text() == "mine"
+    assert [p.name for p in (tmp_path / "csv").iterdir()] == ["mine.txt"]
     assert not (tmp_path / "nonfinite.json").exists()
     assert not (tmp_path / "report.html").exists()  # it would be taken for that of the new run
     assert len(found.history) == 1

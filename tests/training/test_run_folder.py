@@ -246,7 +246,7 @@ def test_the_error_of_a_flipped_bit_names_the_record(cut: Path, tmp_path: Path) 
     path = tmp_path / "last.ckpt"
     path.write_bytes(whole)
     torch.load(path, weights_only=True)  # which does not look
-    said = rf"{path} .*checksum of .*data/\d+ does not match.*start the run again"
+    said = rf"{path} .*checksum of .*data/\d+ does not match.*delete it and start the run again"
     with pytest.raises(CheckpointError, match=said):
         run(config(tmp_path / "out", ema=0.9), resume=path)
 

@@ -142,10 +142,8 @@ class Batches:
     @torch.no_grad()
     def _one(self, x: Tensor, y: Tensor, generator: torch.Generator) -> Pair:
         x = x.float() / 255.0
-        if isinstance(self.augment, Transform):
-            x, changed = self.augment.apply(x, y, generator)
-            y = y if changed is None else changed
-        elif self.augment is not None and self.dataset.task == "segmentation":
+        both = isinstance(self.augment, Transform) or self.dataset.task == "segmentation"
+        if self.augment is not None and both:
             x, y = self.augment(x, y, generator)
         elif self.augment is not None:
             x = self.augment(x, generator)

@@ -11,6 +11,7 @@ The gate of a Gaussian layer is eᵢ = exp(−γsᵢ), the share of the message 
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import math
 import warnings
@@ -25,6 +26,7 @@ from torch.utils import _pytree as pytree
 
 from equilibria.certify import Guarantee, certify
 from equilibria.data import read_image
+from equilibria.data.parquet import parquet_images
 from equilibria.engine.result import Solution
 from equilibria.engine.solver import SolverOptions
 from equilibria.models import Network, Prediction
@@ -118,14 +120,14 @@ def explain(
     network = copy.deepcopy(with_solver(getattr(model, "_orig_mod", model), solver)).eval()
     if not isinstance(network, Network):
         raise TypeError(f"explain takes a network of models.load, got {type(network).__name__}.")
-    given = list(predictions)
+    given, rows = list(predictions), functools.cache(parquet_images)  # a file is read once
     found: list[Explanation] = []
     for start in range(0, len(given), _TOGETHER):
         part, inputs = given[start : start + _TOGETHER], []
         for each in part:
             if each.file is None:
                 raise ValueError("explain takes predictions of image files: one has no file.")
-            pixels = read_image(image_of(each.file), network.in_channels)
+            pixels = read_image(image_of(each.file, rows), network.in_channels)
             inputs.append(doubted(network, pixels, names=[each.file.name]))
         x = torch.cat([made for made, _ in inputs])
         _, layers = solved_layers(network, x, certify=certify, progress=progress)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -85,12 +85,12 @@ def predict_files(
     return found
 
 
-def image_of(file: Path) -> Encoded:
-    """The image that a ``Prediction.file`` names: a file, or the row of one, "a.parquet row 3"."""
+def image_of(file: Path, rows: Callable[[Path], Sequence[Encoded]]) -> Encoded:
+    """What a ``Prediction.file`` names: an image file, or one of the ``rows`` of a Parquet file."""
     name, _, row = str(file).rpartition(" row ")
     if Path(name).suffix.lower() != ".parquet" or file.exists():
         return file
-    return parquet_images(Path(name))[int(row)]
+    return rows(Path(name))[int(row)]
 
 
 def _files(paths: Iterable[str | Path]) -> list[Encoded]:

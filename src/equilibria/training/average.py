@@ -19,8 +19,8 @@ class WeightAverage(pl.Callback):
 
     The small d at first forgets the random start. Floating buffers of ``module.model`` (the
     statistics of batch norms) are averaged alike; the singular vectors of norm bounds are not
-    averaged but found again for w̄ (``settle_norms``); integers stay as they are. Weights below
-    float32 are averaged in float32. While the model is validated it holds the average.
+    averaged but found again for w̄ (``settle_norms``); integers, and masks that hold −∞, stay as
+    they are. Weights below float32 are averaged in float32; validation sees the average.
 
     Lightning's EMAWeightAveraging averages singular vectors too, rounds to the weights' dtype at
     each validation, and waits for the device at each step.
@@ -37,6 +37,7 @@ class WeightAverage(pl.Callback):
     def follow(self, model: nn.Module) -> None:
         """Begin with the weights of ``model``, or with those of a checkpoint that was loaded."""
         vectors = {id(m.v) for m in model.modules() if isinstance(m, OperatorNorm)}
+        vectors |= {id(t) for t in model.buffers() if not bool(t.isfinite().all())}
         tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
         self._model = model
         self._live = [t for t in tensors if t.is_floating_point() and id(t) not in vectors]

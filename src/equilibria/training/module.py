@@ -236,8 +236,11 @@ class EquilibriumModule(pl.LightningModule):
         self.metrics.gradient_norm = norm
         if limit is not None:
             torch.nn.utils.clip_grads_with_norm_(self._trained, limit, norm)
-        if self.config.precision.startswith("16"):
-            return  # infinite gradients are how the loss scale finds its size; it skips them itself
+        scaler: Any = getattr(self.trainer.precision_plugin, "scaler", None)
+        if scaler is not None:  # infinite gradients are how it finds its size; it skips them itself
+            if self.guard.deferred and limit is None:  # a fused optimizer unscales as it steps
+                self.metrics.gradient_norm = norm / scaler.scale(torch.ones_like(norm))
+            return
         if self.guard.sees(norm, self.step):
             self._report("norm of the gradient", norm)
         if self.guard.deferred:
@@ -263,7 +266,7 @@ class EquilibriumModule(pl.LightningModule):
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         x, y = batch
-        logits = self.forward(x).float()
+        logits = self.forward(x)
         count = self._counted(y).sum()
         sums = {"val_loss": self.loss(logits, y, 0.0) * count, "val_count": count}
         for name, metric in self._metrics.items():
@@ -285,7 +288,7 @@ class EquilibriumModule(pl.LightningModule):
         # Fused kernels: one launch for all parameters, and they can skip a step on the device.
         self.guard = Guard(deferred=self.defers)
         # The loss scaler and clipping cannot share a fused optimizer: it unscales by itself.
-        unscaled = not (self.config.precision.startswith("16") and self.config.clip is not None)
+        unscaled = not (self.config.precision == "16-mixed" and self.config.clip is not None)
         optimizer = make_optimizer(self.model, self.config, fused=self.defers and unscaled)
         total = self.total_steps or int(self.trainer.estimated_stepping_batches)
         per_epoch = self.steps_per_epoch or max(1, total // max(1, self.trainer.max_epochs or 1))

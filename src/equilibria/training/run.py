@@ -125,7 +125,7 @@ class Run(Checkpoint):
         stopping = "stopping after this step; Ctrl-C again stops at once"
         self.request = StopRequest(partial(self._say, stopping))
         self.history: list[dict[str, Any]] = []
-        self.in_step, self.exact = False, True
+        self.began, self.in_step, self.exact = False, False, True
         self.final_state: dict[str, Any] = {}
         self._restored: dict[str, Any] = {}
         # The random numbers after the last step of an epoch that is not yet closed.
@@ -180,7 +180,10 @@ class Run(Checkpoint):
         if self.resume is not None:
             saved = run_folder.read_checkpoint(self.resume)
             run_folder.check_checkpoint(self.resume, saved, config, self.model)
-            self._restore(saved[run_folder.ENTRY])
+            entry = self._restored = saved[run_folder.ENTRY]
+            vars(self.progress).update(entry["progress"])  # in place: the bar holds it too
+            self.history = [dict(row) for row in entry["history"]]
+            self.exact = entry.get("exact", True)
         self.average = None if config.ema is None else WeightAverage(config.ema)
         if self.main:
             # Not before all of the above went well: an old run is not lost to a typing error.
@@ -301,13 +304,6 @@ class Run(Checkpoint):
             "metrics": self.module.metrics.state_dict(),
         }
 
-    def _restore(self, entry: dict[str, Any]) -> None:
-        """Go back to where ``on_save_checkpoint`` left off."""
-        vars(self.progress).update(entry["progress"])  # in place: the bar holds it too
-        self.history = [dict(row) for row in entry["history"]]
-        self.exact = entry.get("exact", True)
-        self._restored = entry
-
     @property
     def finished(self) -> bool:
         """Whether all epochs are done, or too many went by without a better one."""
@@ -348,6 +344,7 @@ class Run(Checkpoint):
             run_folder.seed_all(self.config.seed + self.progress.step + trainer.global_rank)
         elif self._restored:  # the sums of all processes
             self.module.metrics.load_state_dict(self._restored["metrics"])
+        self.began = True
         if self.config.keep_every is not None and self.progress.step == 0:
             self._write_weights(self.folder.epoch(0), {})
         self.request.listen()
@@ -450,7 +447,7 @@ class Run(Checkpoint):
             if self.average is not None:
                 self.average.restore()
             self.exact &= not self.in_step
-            if self.progress.step:
+            if self.began and self.progress.step:  # before, the checkpoint is as it should be
                 self.save(trainer)
 
     def _share_buffers(self, trainer: pl.Trainer) -> None:
@@ -475,8 +472,9 @@ class Run(Checkpoint):
             # Noted on the device some steps ago: make that batch again and look at it now. The
             # weights have not moved since.
             batch = self.batches.batch(*divmod(step, self.batches.per_epoch))
-            with trainer.precision_plugin.forward_context():
-                looked = self.module.examine(*batch)
+            precision = trainer.precision_plugin
+            with precision.forward_context():
+                looked = self.module.examine(*precision.convert_input(batch))
             found = {"what": "loss or its gradient", "value": "NaN or infinite", **looked}
             self._nonfinite(step, found, trainer)
 

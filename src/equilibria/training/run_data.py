@@ -137,8 +137,6 @@ class TrainBatches:
         return self._from(self._progress.epoch, self._progress.batch)
 
     def _from(self, epoch: int, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
-        if batch == self.per_epoch:
-            return iter(())
         self._batches.set_epoch(epoch, batch)
         return iter(self._batches)
 

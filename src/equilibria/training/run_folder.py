@@ -114,8 +114,9 @@ class RunFolder:
         if not resume:
             for file in (*self._files, *kept):
                 file.unlink(missing_ok=True)
-            if self.logs.is_dir() and not self.logs.is_symlink():
-                shutil.rmtree(self.logs)
+            for log in (self.logs, *self.path.glob("csv/version_[0-9]*")):  # CSVLogger's folders
+                if log.is_dir() and not log.is_symlink():
+                    shutil.rmtree(log)
         parts = self.epochs.glob(".epoch_[0-9][0-9][0-9][0-9].safetensors.*.part")
         for file in (*self._files, *(part.with_name(part.name[1:23]) for part in parts)):
             remove_parts(file)
@@ -293,8 +294,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         why = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
         raise CheckpointError(
             f"{path} cannot be read as a checkpoint: it is damaged, cut short or of another kind "
-            f"({why}). Resume from an older copy, or start the run again (overwrite=True, "
-            "--overwrite)."
+            f"({why}). Resume from an older copy, or delete it and start the run again."
         ) from error
     entry = found.get(ENTRY) if isinstance(found, dict) else None
     if not isinstance(entry, Mapping) or "state_dict" not in found:
