@@ -15,12 +15,14 @@ from tests.contracts.adjoint_contract import (
     AdjointContract,
     assert_close,
     dense_of,
+    draw,
     exact_propagator,
     loss_of,
     saved_tensors,
     series_propagator,
     weights_of_loss,
 )
+from tests.contracts.problems import as_on_a_gpu, quietly
 
 
 class PhantomContract(AdjointContract):
@@ -160,3 +162,32 @@ def test_forward_mode_and_jacobians_of_the_unrolled_form_agree() -> None:
     direction = weights_of_loss(x).view(3, 4)
     pushed = torch.func.jvp(run, (x,), (direction,))[1]
     assert_close([pushed], [torch.tensordot(wanted, direction, 2)])
+
+
+@pytest.mark.parametrize("blind", [False, True])
+def test_a_sample_out_of_steps_whose_next_step_is_nan_harms_no_weight(
+    blind: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sample 1: z = √(z − 1) from 3 is √2 after one step, 0.64 after two and NaN after three.
+
+    ``blind``: as on a GPU, where the solve itself told the host that it did not converge.
+    """
+    if blind:
+        as_on_a_gpu(monkeypatch)
+    x = draw(90, 3, 3)
+    bad = torch.tensor([[False], [True], [False]])
+
+    def loss(weight: Tensor, rows: list[int]) -> Tensor:
+        def fn(z: Tensor, w: Tensor) -> Tensor:
+            root = torch.where(bad[rows], z - 1, 1.0).sqrt() + 0.0 * w.sum()
+            return torch.where(bad[rows], root, torch.tanh(z @ w.T + x[rows]))
+
+        start = torch.full((len(rows), 3), 3.0, dtype=torch.float64)
+        solver, adjoint = eq.Picard(rtol=1e-12, max_steps=2), eq.Phantom(steps=2)
+        with quietly():
+            sol = eq.fixed_point(fn, start, (weight,), solver=solver, adjoint=adjoint)
+        return sol.value[[0, -1]].sin().sum()
+
+    weight = draw(91, 3, 3, scale=0.2).requires_grad_()
+    wanted = torch.autograd.grad(loss(weight, [0, 2]), weight)
+    assert_close(torch.autograd.grad(loss(weight, [0, 1, 2]), weight), wanted)

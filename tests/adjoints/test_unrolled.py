@@ -301,6 +301,24 @@ def test_infinite_inputs_with_finite_answers_are_ordinary(
     assert_close(found, torch.autograd.grad(loss_of(z), weight), rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.parametrize("blind", [False, True])
+def test_coupled_samples_fail_together(blind: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The steps spread a NaN input to all samples, though T(z0) is finite for the others."""
+    if blind:
+        as_on_a_gpu(monkeypatch)
+    weight, x = draw(82, 4, 4, scale=0.2).requires_grad_(), draw(83, 3, 4)
+    x[1, 2] = float("nan")
+
+    def fn(z: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh(z @ weight.T + z.mean(0) + x)
+
+    start, adjoint = torch.zeros(3, 4, dtype=torch.float64), eq.Unrolled()
+    sol = eq.fixed_point(fn, start, (x,), solver=FEW, adjoint=adjoint, coupled=True)
+    assert sol.result.tolist() == [int(eq.Result.nonfinite)] * 3
+    assert torch.equal(sol.value, start)
+    assert torch.equal(*torch.autograd.grad(sol.value.sum(), weight), torch.zeros(4, 4).double())
+
+
 def relu_gradient(weight: Tensor, x: Tensor) -> Tensor:
     """∂(Σz*)/∂W of z = relu(Wz + x) in float64: z* by plain iteration, (I − DW)ᵀu = 1 dense."""
     z = torch.zeros_like(x)

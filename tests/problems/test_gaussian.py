@@ -24,9 +24,11 @@ from equilibria.problems import (
     LinearOperator,
     ModuleOperator,
     SeparableConvOperator,
+    gaussian,
     truncated_gaussian_coupling,
     truncation_error_bound,
 )
+from tests.contracts.problems import HostReads
 from tests.problems.test_kernels import central_gradient
 from tests.problems.test_operators import conv_matrix, randn
 from tests.problems.test_patches import rows_by_loops
@@ -472,6 +474,18 @@ def test_channels_last_maps_give_the_same_force() -> None:
         torch.testing.assert_close(q.descent(moved), -slope, rtol=1e-10, atol=1e-12)
         message = q._merge(q._rows(laid), laid)
         assert message.is_contiguous(memory_format=layout)
+
+
+def test_nothing_is_read_while_a_cuda_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read would break the capture; elsewhere gamma and the metric are checked."""
+    given = {"gamma": torch.tensor([0.5, 0.2]), "metric": torch.eye(3)}
+    with HostReads() as reads:
+        eq.Gaussian(torch.eye(3), torch.ones(2, 3), **given)
+    assert reads.count == 2
+    monkeypatch.setattr(gaussian, "is_captured", lambda t: True)
+    with HostReads() as reads:
+        eq.Gaussian(torch.eye(3), torch.ones(2, 3), **given)
+    assert reads.count == 0
 
 
 # GEQ Prop 1: the truncated series

@@ -18,9 +18,10 @@ from torch import Tensor
 import equilibria as eq
 from equilibria.problems import Prior
 from equilibria.problems.monotone_operator import DenseMonotone, MonotoneInclusion
-from equilibria.solvers import ForwardBackward, PeacemanRachford
+from equilibria.solvers import ForwardBackward, PeacemanRachford, forward_backward
 from equilibria.solvers.forward_backward import SplittingSolver, forward_backward_factor
 from equilibria.solvers.peaceman_rachford import peaceman_rachford_factor
+from tests.contracts.problems import HostReads
 from tests.oracles import PROXES
 from tests.problems.test_monotone_operator import numpy_w
 
@@ -188,3 +189,17 @@ def test_options_are_handed_to_the_iteration(kind: type[SplittingSolver]) -> Non
             assert getattr(copied.iteration, name) == getattr(made, name)
     assert "iteration" not in repr(made)
     assert kind(alpha=0.5) != kind()
+
+
+def test_a_given_step_is_not_checked_while_a_cuda_graph_is_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A read would break the capture; a solve outside of it, before, has checked the step."""
+    solver = ForwardBackward(alpha=0.5)
+    with HostReads() as reads:
+        assert solver.step_size(rotation()) == 0.5
+    assert reads.count == 1
+    monkeypatch.setattr(forward_backward, "is_captured", lambda t: True)
+    with HostReads() as reads:
+        assert solver.step_size(rotation()) == 0.5
+    assert reads.count == 0

@@ -18,7 +18,7 @@ from equilibria.engine.options import options
 from equilibria.engine.result import Iterated, Result
 from equilibria.engine.solver import Solver
 from equilibria.engine.transforms import transforms_active
-from equilibria.engine.tree import Leaves, unflatten, where_sample
+from equilibria.engine.tree import Leaves, repeat_samples, unflatten, where_sample
 
 from .functional import refuse_data_dependence
 from .graph import (
@@ -95,13 +95,14 @@ class Unrolled(Adjoint):
         with torch.no_grad():
             first = fn([z.detach() for z in z0])
         sick = ~finite_samples(first)
+        if fn.coupled and solver.joins:  # one answer a group, which fails as a whole
+            sick = repeat_samples(sick.view(-1, fn.group).any(1), fn.group)
         again = self._stored(cleaned(fn, sick))
         done = iterate(again, [lend(z, sick) for z in z0], solver, callback)
         done.evaluations += 1
-        done.result = torch.where(sick, int(Result.nonfinite), done.result).to(torch.int8)
-        done.residual, done.relative = (
-            torch.where(sick, float("nan"), t) for t in (done.residual, done.relative)
-        )
+        done.result = done.result.masked_fill(sick, int(Result.nonfinite))
+        done.residual = done.residual.masked_fill(sick, torch.nan)
+        done.relative = done.relative.masked_fill(sick, torch.nan)
         done.value = cut_off(blown_up(done.result), done.value, [z.detach() for z in z0])
         return done
 

@@ -10,6 +10,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from equilibria.engine.transforms import is_captured
 from equilibria.ops.gaussian import (
     gaussian_energies,
     gaussian_message,
@@ -116,8 +117,8 @@ def _energies_with_error(
 
 
 def _holds(condition: Tensor) -> bool:
-    """Whether a condition on values holds; where they are not known (compile, vmap) it passes."""
-    if torch.compiler.is_compiling():
+    """Whether a condition on values holds; unread (compile, vmap, CUDA graph capture) it passes."""
+    if torch.compiler.is_compiling() or is_captured(condition):
         return True
     try:
         return bool(condition.all())

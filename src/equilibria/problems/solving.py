@@ -116,15 +116,13 @@ class BoundsWarning(UserWarning):
 def warn_refuted(problem: Problem, start: Tensor, end: Tensor) -> None:
     """Warn where the mean curvature between two states lies outside of bounds that were given."""
     bounds = problem.curvature()
-    if bounds.basis != "given":
+    if bounds.basis != "given" or not host_may_read(start):
         return
     a = start.detach()
     still = per_sample((end.detach() == a).flatten(1).all(1), a)
     # What diverged is given back as it began.
     b = torch.where(still, problem.step(a, problem.unit_step()), end.detach())
     square = inner(b - a, b - a)
-    if not host_may_read(square):
-        return
     mean = inner(problem.gradient(b) - problem.gradient(a), b - a) / square
     low, high = (torch.as_tensor(t, device=a.device) for t in (bounds.lower, bounds.upper))
     rounding = 64 * torch.finfo(a.dtype).eps * (inner(a, a) / square).sqrt()

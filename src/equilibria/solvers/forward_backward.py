@@ -21,7 +21,7 @@ from torch import Tensor
 from equilibria.engine.maps import Surrogate
 from equilibria.engine.options import check_number, options
 from equilibria.engine.solver import Bounds, Choice, Point, Solver
-from equilibria.engine.transforms import functorch_active
+from equilibria.engine.transforms import functorch_active, is_captured
 from equilibria.engine.tree import Leaves, accumulation_dtype, map_tensors
 
 
@@ -190,12 +190,12 @@ class ForwardBackward(SplittingSolver):
 
     def step_size(self, inclusion: Inclusion) -> float | Tensor:
         """α as given, checked; or m/L² as a number on the device."""
-        m = inclusion.modulus
+        m, bound = inclusion.modulus, inclusion.norm_bound()
         if self.alpha is None:
-            return m / inclusion.norm_bound().square()
-        if torch.compiler.is_compiling() or functorch_active():
+            return m / bound.square()
+        if torch.compiler.is_compiling() or functorch_active() or is_captured(bound):
             return self.alpha
-        if not self.alpha < 2.0 * m / float(inclusion.norm_bound()) ** 2:
+        if not self.alpha < 2.0 * m / float(bound) ** 2:
             # The cheap bound on L is some percent too large: judge by the close one.
             upper = inclusion.norm_upper()
             if not self.alpha < 2.0 * m / upper**2:
