@@ -22,7 +22,8 @@ from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, jacrev, vmap
+from torch.func import jacrev, vmap
+from torch.nn.utils.stateless import _reparametrize_module
 
 Filter: TypeAlias = str | Sequence[str] | None
 """A glob pattern of parameter names such as ``"head.*"``, or several; None takes all."""
@@ -160,8 +161,10 @@ def vmapped(model: nn.Module, outputs: Outputs) -> Rows:
         fixed |= dict(model.named_buffers())
 
         def value(parameters: dict[str, Tensor], sample: Tensor) -> Tensor:
-            out = functional_call(model, {**fixed, **parameters}, (sample[None],))
-            return outputs.take(out.reshape(-1))
+            held = {**fixed, **parameters}
+            # As functional_call, which leaves its tensors in a module that is used in two places.
+            with _reparametrize_module(model, held, tie_weights=True, stack_weights=True):
+                return outputs.take(model(sample[None]).reshape(-1))
 
         def one(sample: Tensor) -> dict[str, Tensor]:
             pulled: dict[str, Tensor] = jacrev(value)(chosen, sample)
