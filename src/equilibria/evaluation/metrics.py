@@ -97,12 +97,16 @@ class _Counted:
         """Share of right predictions of each class, [K]; NaN for a class that does not occur."""
         return self.confusion.diagonal().double() / self._occurring
 
+    @property
+    def accuracy(self) -> float:
+        """Share of right predictions; NaN where nothing was counted."""
+        return float(self.confusion.diagonal().double().sum() / self._occurring.sum())
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ClassificationMetrics(_Counted):
     """Over all samples; NaN where nothing was counted."""
 
-    accuracy: float
     top_k: float
     """Share of samples whose class is among the k largest logits."""
     k: int
@@ -123,7 +127,8 @@ class ClassificationMetrics(_Counted):
     def to_dict(self) -> dict[str, Any]:
         found = dict(vars(self))
         found["top_k"] = {"k": found.pop("k"), "accuracy": self.top_k}
-        return {**found, "ece": self.ece, "mce": self.reliability.mce, "per_class": self.per_class}
+        found |= {"accuracy": self.accuracy, "ece": self.ece, "mce": self.reliability.mce}
+        return {**found, "per_class": self.per_class}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -145,10 +150,6 @@ class SegmentationMetrics(_Counted):
         return float(self.iou.nanmean())
 
     @property
-    def accuracy(self) -> float:
-        return float(self.confusion.diagonal().double().sum() / self._occurring.sum())
-
-    @property
     def headline(self) -> dict[str, float]:
         return {"mIoU": self.miou, "pixel accuracy": self.accuracy}
 
@@ -163,9 +164,8 @@ class _Meter:
     def __init__(self, classes: int) -> None:
         with needs("torchmetrics", "Evaluation"):
             from torchmetrics.classification import MulticlassConfusionMatrix
-        how: dict[str, Any] = {"ignore_index": _IGNORED, "validate_args": False}
         # Of this process alone, as the sums: in a training of several one may evaluate by itself.
-        how["sync_on_compute"] = False
+        how: Any = {"sync_on_compute": False, "ignore_index": _IGNORED, "validate_args": False}
         # The last column is that of samples without a finite answer.
         self._confusion = MulticlassConfusionMatrix(classes + 1, **how)
         self._bad: list[Tensor] = []
@@ -225,9 +225,7 @@ class ClassificationMeter(_Meter):
         bin_ = (confidence * self.bins).ceil().long().clamp(1, self.bins) - 1
         in_bins = torch.zeros(3, self.bins, dtype=torch.float64, device=logits.device)
         in_bins.scatter_add_(1, bin_.expand(3, -1), rows)
-        whole = torch.stack(
-            [counted, right.double(), near.double(), counted * loss, counted * brier]
-        )
+        whole = torch.stack([counted, near.double(), counted * loss, counted * brier])
         sums = torch.cat([whole.sum(1), in_bins.flatten()])
         self._sums = self._sums + sums
         self._count(predicted, targets, finite)
@@ -235,13 +233,12 @@ class ClassificationMeter(_Meter):
     def compute(self) -> ClassificationMetrics:
         both = self._read()
         sums = self._sums.cpu()
-        counted, right, near, loss, brier = sums[:5].tolist()
+        counted, near, loss, brier = sums[:4].tolist()
         mean = 1.0 / counted if counted else float("nan")
-        count, confidence, hits = sums[5:].view(3, self.bins)
+        count, confidence, hits = sums[4:].view(3, self.bins)
         edges = torch.linspace(0.0, 1.0, self.bins + 1, dtype=torch.float64)
         return ClassificationMetrics(
             **both,
-            accuracy=right / both["samples"],
             top_k=near / both["samples"],
             k=self.k,
             nll=loss * mean,

@@ -10,7 +10,6 @@ Both give the gradient that the model itself gives: an equilibrium layer's adjoi
 
 from __future__ import annotations
 
-import contextlib
 import fnmatch
 import math
 import re
@@ -24,6 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import jacrev, vmap
 from torch.nn.utils.stateless import _reparametrize_module
+
+from equilibria.evaluation import evaluating
 
 Filter: TypeAlias = str | Sequence[str] | None
 """A glob pattern of parameter names such as ``"head.*"``, or several; None takes all."""
@@ -123,21 +124,6 @@ def choose_outputs(choice: Choice, total: int) -> Outputs:
     if not all(-total <= i < total for i in indices):
         raise ValueError(f"outputs={choice!r}: the model has {total} outputs, 0 to {total - 1}.")
     return Outputs("index", total, tuple(i % total for i in indices))
-
-
-@contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Every module in eval mode inside: no dropout, no statistics of the batch; then as before.
-
-    Unlike the evaluation's own it lets warnings of solves pass: nothing counts them here.
-    """
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 def flat_outputs(model: nn.Module, x: Tensor) -> Tensor:
@@ -310,7 +296,7 @@ def empirical_ntk(
         progress: called with (samples done, of how many).
     """
     _check(model, x, x2, layers, batch_size)
-    with evaluating(model):
+    with evaluating(model, warn=True):
         chosen = choose_outputs(outputs, flat_outputs(model, x[:1]).shape[1])
         selected = select_parameters(model, parameters)
         groups = by_module(selected) if layers else {"": list(selected)}
