@@ -97,16 +97,12 @@ class _Counted:
         """Share of right predictions of each class, [K]; NaN for a class that does not occur."""
         return self.confusion.diagonal().double() / self._occurring
 
-    @property
-    def accuracy(self) -> float:
-        """Share of right predictions; NaN where nothing was counted."""
-        return float(self.confusion.diagonal().double().sum() / self._occurring.sum())
-
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ClassificationMetrics(_Counted):
     """Over all samples; NaN where nothing was counted."""
 
+    accuracy: float
     top_k: float
     """Share of samples whose class is among the k largest logits."""
     k: int
@@ -125,19 +121,17 @@ class ClassificationMetrics(_Counted):
         return {"accuracy": self.accuracy, **top, **rest}
 
     def to_dict(self) -> dict[str, Any]:
-        found = dict(vars(self))
+        more = {"per_class": self.per_class, "ece": self.ece}
+        found = {**vars(self), **more, "mce": self.reliability.mce}
         found["top_k"] = {"k": found.pop("k"), "accuracy": self.top_k}
-        found |= {"accuracy": self.accuracy, "ece": self.ece, "mce": self.reliability.mce}
-        return {**found, "per_class": self.per_class}
+        return found
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SegmentationMetrics(_Counted):
     """Over all pixels that count; NaN where none does."""
 
-    @property
-    def pixels(self) -> int:
-        return int(self._occurring.sum())
+    pixels: int
 
     @property
     def iou(self) -> Tensor:
@@ -150,11 +144,15 @@ class SegmentationMetrics(_Counted):
         return float(self.iou.nanmean())
 
     @property
+    def accuracy(self) -> float:
+        return float(self.confusion.diagonal().double().sum() / self.pixels)
+
+    @property
     def headline(self) -> dict[str, float]:
         return {"mIoU": self.miou, "pixel accuracy": self.accuracy}
 
     def to_dict(self) -> dict[str, Any]:
-        means = {"pixels": self.pixels, "miou": self.miou, "pixel_accuracy": self.accuracy}
+        means = {"miou": self.miou, "pixel_accuracy": self.accuracy}
         return {**vars(self), **means, "iou": self.iou, "per_class": self.per_class}
 
 
@@ -210,13 +208,10 @@ class ClassificationMeter(_Meter):
         log_p = kept.log_softmax(1)
         p = log_p.exp()
         own = targets[:, None]
-        # Two logits may differ where their probabilities round to one number.
-        confidence, predicted = p.amax(1), kept.argmax(1)
-        # As argmax does, an earlier class wins a tie.
-        place = torch.arange(logits.shape[1], device=logits.device)
-        mine = kept.gather(1, own)
-        rank = ((kept > mine) | ((kept == mine) & (place < own))).sum(1)
-        right, near = finite & (predicted == targets), finite & (rank < self.k)
+        confidence = p.amax(1)
+        # Of logits, as they may differ where p rounds to one number; an earlier class wins a tie.
+        best = kept.argsort(dim=1, descending=True, stable=True)[:, : self.k]
+        right, near = finite & (best[:, 0] == targets), finite & (best == own).any(1)
         brier = p.square().sum(1) - 2 * p.gather(1, own)[:, 0] + 1.0
         loss = -log_p.gather(1, own)[:, 0]
         counted = finite.double()
@@ -228,7 +223,7 @@ class ClassificationMeter(_Meter):
         whole = torch.stack([counted, near.double(), counted * loss, counted * brier])
         sums = torch.cat([whole.sum(1), in_bins.flatten()])
         self._sums = self._sums + sums
-        self._count(predicted, targets, finite)
+        self._count(best[:, 0], targets, finite)
 
     def compute(self) -> ClassificationMetrics:
         both = self._read()
@@ -239,6 +234,7 @@ class ClassificationMeter(_Meter):
         edges = torch.linspace(0.0, 1.0, self.bins + 1, dtype=torch.float64)
         return ClassificationMetrics(
             **both,
+            accuracy=float(hits.sum()) / both["samples"],
             top_k=near / both["samples"],
             k=self.k,
             nll=loss * mean,
@@ -267,7 +263,8 @@ class SegmentationMeter(_Meter):
         self._count(logits.argmax(1), targets, finite)
 
     def compute(self) -> SegmentationMetrics:
-        return SegmentationMetrics(**self._read())
+        both = self._read()
+        return SegmentationMetrics(**both, pixels=int(both["confusion"].sum() + both["lost"].sum()))
 
 
 def classification_metrics(
@@ -275,9 +272,7 @@ def classification_metrics(
 ) -> ClassificationMetrics:
     """All metrics of logits [N, K] against targets [N] at once."""
     if logits.ndim != 2 or logits.shape[0] == 0:
-        raise ValueError(
-            f"expected logits [N, K] of at least one sample, got shape {tuple(logits.shape)}."
-        )
+        raise ValueError(f"expected logits [N, K] with N of at least 1, got {tuple(logits.shape)}.")
     meter = ClassificationMeter(logits.shape[1], bins=bins, k=k)
     meter.update(logits, targets)
     return meter.compute()

@@ -44,8 +44,7 @@ def _outputs(model: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, tuple[Any, 
         for part in found[name]:
             if torch.is_grad_enabled() and isinstance(part, Tensor) and part.is_leaf:
                 part.requires_grad_()  # what does not depend on x has a gradient, too
-        # What comes next may work in place.
-        return pytree.tree_map_only(Tensor, torch.clone, output)
+        return pytree.tree_map_only(Tensor, torch.clone, output)  # what is next may write into it
 
     with evaluating(model), ExitStack() as hooks:
         for name, module in _single_run_modules(model).items():
