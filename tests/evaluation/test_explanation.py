@@ -16,6 +16,7 @@ import equilibria as eq
 from equilibria import evaluation
 from equilibria.data.parquet import ParquetFiles
 from equilibria.evaluation import Explanation
+from equilibria.models import Prediction
 from tests.cli.running import Cli
 from tests.data.made_files import write_parquet
 
@@ -155,6 +156,21 @@ def test_what_does_not_apply_is_left_out(
     assert ('id="proof"' in text) is ("proof" in has)
     assert ("No picture within" in text) is ("radius" in has)
     assert "Gaussian gate" not in text
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_the_radius_in_words_is_not_more_than_the_proven_one(channels: int) -> None:
+    said = Prediction(labels=(("cat", 0.9),), steps=None, converged=None, radius=0.2996)
+    black = torch.zeros(channels, 8, 8, dtype=torch.uint8)
+    found = Explanation(said, black, (), None)
+    text = evaluation.explanation_page([found], torch.nn.Identity())
+    within, share = re.search(
+        r"within <strong>(.*?)</strong> .* changed by (.*?)% of the way", text
+    ).groups()  # type: ignore[union-attr]
+    changed = torch.zeros(channels, 8, 8)
+    changed[:, 2, 3] = float(share) / 100.0
+    for distance in (float(within), float(changed.norm())):
+        assert 0.2976 < distance <= 0.2996
 
 
 def test_a_monotone_layer_and_branches_are_followed(tmp_path: Path) -> None:

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 import equilibria as eq
+from equilibria.certify import LabelStopping
 from equilibria.evaluation import evaluate
+from equilibria.evaluation.layer_solvers import with_solver
 from tests.evaluation.standins import Wired, dataset, random_data, tiny_geq
 
 
@@ -45,6 +47,26 @@ def test_the_report_counts_every_sample_once(solver: eq.Auto | None) -> None:
     written = json.loads(json.dumps(report.to_dict()))["stopped"]
     assert written["samples_steps"] == found.samples_steps.tolist()
     assert written["accuracy"] == found.metrics.accuracy
+
+
+def test_the_steps_of_a_full_solve_are_those_of_the_sample_that_got_it() -> None:
+    data, x = random_data(23), random_data(23).normalize(random_data(23).images)
+    model: Any = with_solver(tiny_geq(gamma=0.5), eq.Picard(rtol=1e-5, max_steps=60))
+    with torch.no_grad():
+        with eq.nn.observe(model) as seen:
+            model(x)
+        steps = seen.solutions["1"][0].stats.steps
+        slow = int(steps.argmax())  # its two best classes are alike: no step proves the label
+        model[4].bias[2] = -10.0
+        first, second, _ = with_solver(model, eq.Picard(rtol=1e-6))(x)[slow]
+        model[4].bias[0] -= first - second
+    found = evaluate(model, data, certify=0, progress=False, stop="label", batch_size=5).stopped
+    assert found is not None
+    assert (found.samples_steps == 0).nonzero().tolist() == [[slow]]
+    in_vain = LabelStopping(model).certify(x).steps[slow]
+    spent = found.samples_steps.sum() + in_vain + steps[slow]
+    assert found.mean_steps == pytest.approx(float(spent) / 23)
+    assert steps[slow] > found.full_steps + 3  # the mean of all is another number
 
 
 def test_where_nothing_is_proven_the_answers_are_those_of_the_full_solve() -> None:

@@ -10,7 +10,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sklearn.metrics import confusion_matrix, log_loss, top_k_accuracy_score
+from sklearn.metrics import (
+    confusion_matrix,
+    jaccard_score,
+    log_loss,
+    recall_score,
+    top_k_accuracy_score,
+)
 from torch import Tensor
 
 from equilibria.evaluation import NonFiniteError, classification_metrics, segmentation_metrics
@@ -74,6 +80,13 @@ def test_a_tie_goes_to_the_earlier_class() -> None:
     assert math.isnan(found.per_class[0])  # it does not occur
 
 
+def test_the_confusion_matrix_agrees_where_logits_differ_and_probabilities_do_not() -> None:
+    logits, y = 1e-20 * torch.eye(3), torch.arange(3)
+    found = classification_metrics(logits, y, k=1)
+    assert found.accuracy == 1.0
+    np.testing.assert_array_equal(found.confusion, np.eye(3))
+
+
 def test_samples_that_are_not_finite_are_named_and_never_averaged() -> None:
     logits, y = drawn(10, 4, 0)
     spoiled = logits.clone()
@@ -88,6 +101,10 @@ def test_samples_that_are_not_finite_are_named_and_never_averaged() -> None:
     assert found.brier == pytest.approx(rest.brier)
     assert found.ece == pytest.approx(rest.ece)
     assert torch.equal(found.confusion, rest.confusion)
+    said = logits.argmax(1).numpy()
+    said[[3, 7]] = 4  # no class at all
+    recall = recall_score(y, said, labels=range(4), average=None, zero_division=math.nan)
+    np.testing.assert_allclose(found.per_class, recall)
     with pytest.raises(NonFiniteError, match=r"net: 2 of 10 samples .* numbers 3, 7\.") as caught:
         check_finite(found.nonfinite, 10, "net")
     assert caught.value.samples == (3, 7)
@@ -141,13 +158,20 @@ def test_maps_against_numpy(count: int, classes: int, ignored: int | None, seed:
         assert math.isnan(found.miou)
 
 
-def test_maps_that_are_not_finite_are_named_and_left_out() -> None:
-    logits = torch.zeros(3, 2, 2, 2)
-    logits[1, 0, 0, 0] = math.nan
-    found = segmentation_metrics(logits, torch.zeros(3, 2, 2, dtype=torch.long))
+def test_maps_that_are_not_finite_are_named_and_count_as_wrong() -> None:
+    logits, target = torch.randn(3, 3, 4, 4), torch.randint(0, 3, (3, 4, 4))
+    target[:, 0] = 255
+    guess = logits.argmax(1)
+    logits[1, 0, 0, 0], guess[1] = math.nan, 3  # no class at all
+    found = segmentation_metrics(logits, target, ignore_index=255)
     assert found.nonfinite == (1,)
     assert found.samples == 3
-    assert found.pixels == 8
+    assert found.pixels == 36
+    own, said = target[target < 255].numpy(), guess[target < 255].numpy()
+    every = range(3)
+    assert found.accuracy == pytest.approx((own == said).mean(), rel=1e-12)
+    np.testing.assert_allclose(found.iou, jaccard_score(own, said, labels=every, average=None))
+    np.testing.assert_allclose(found.per_class, recall_score(own, said, labels=every, average=None))
 
 
 def test_edges_belong_to_the_bin_below_and_empty_bins_do_not_count() -> None:

@@ -104,6 +104,13 @@ def test_a_layer_used_twice_has_two_parts() -> None:
     torch.testing.assert_close(found["parts.0#2"].residual, again.residual)
 
 
+def test_a_layer_in_two_blocks_is_certified_once_a_call() -> None:
+    torch.manual_seed(0)
+    layer, x = eq.nn.GEQ(4, 4, hidden=None), torch.randn(3, 4)
+    model = nn.Sequential(nn.Sequential(layer, nn.Tanh()), nn.Sequential(layer, nn.Tanh()))
+    assert list(certify_model(model, x)) == ["0.0", "0.0#2"]
+
+
 def test_the_state_that_was_found_is_judged_and_not_another() -> None:
     """A warm start leads the three steps elsewhere than the start from zero would."""
 

@@ -76,6 +76,19 @@ def test_at_the_equilibrium_layer_itself() -> None:
         torch.testing.assert_close(found, scaled(expected), rtol=1e-8, atol=1e-12)
 
 
+def test_a_layer_whose_output_is_changed_in_place() -> None:
+    torch.manual_seed(0)
+    parts = nn.Conv2d(3, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)
+    x, classes = torch.randn(2, 3, 8, 8), torch.tensor([1, 3])
+    maps = parts[0](x).detach().requires_grad_()
+    logits = parts[3](maps.relu().mean((2, 3)))
+    (slope,) = torch.autograd.grad(logits.gather(1, classes[:, None]).sum(), maps)
+    expected = torch.relu((slope.mean((2, 3), keepdim=True) * maps).sum(1, keepdim=True)).detach()
+    expected = nn.functional.interpolate(expected, (8, 8), mode="bilinear").squeeze(1)
+    model = nn.Sequential(parts[0], nn.ReLU(inplace=True), *parts[1:])
+    torch.testing.assert_close(gradcam(model, x, classes), scaled(expected))
+
+
 def test_the_layer_that_is_taken() -> None:
     x = torch.randn(1, 1, 8, 8)
     assert gradcam_layer(tiny_geq(), x) == "1"

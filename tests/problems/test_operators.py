@@ -128,6 +128,18 @@ def test_module_operator_is_its_matrix_and_has_its_norm() -> None:
     assert bound.estimate <= bound.upper
 
 
+def test_a_module_that_is_used_twice_keeps_its_weights() -> None:
+    """functional_call leaves its own tensors in it (PyTorch issue 164759)."""
+    once = nn.Linear(4, 4, bias=False)
+    weight = once.weight
+    with torch.no_grad():
+        weight.copy_((weight + weight.T) / 2)  # so that it is its own adjoint
+    twice = nn.Sequential(once, once)
+    found = ModuleOperator(twice, twice, (4,)).in_double().norm_upper()
+    assert once.weight is weight
+    assert found == pytest.approx(np.linalg.norm(weight.detach().double(), 2) ** 2, rel=1e-6)
+
+
 def test_module_norm_uses_a_given_bound_and_says_inf_when_too_large() -> None:
     scale = lambda z: 2.0 * z
     assert ModuleOperator(scale, scale, (5,), norm_bound=2.5).norm().upper == 2.5

@@ -62,9 +62,7 @@ class CorruptionReport:
         return float(self.accuracy.mean())
 
     def to_dict(self) -> dict[str, Any]:
-        found = {
-            key: getattr(self, key) for key in ("model", "dataset", "split", "samples", "seed")
-        }
+        found = {k: getattr(self, k) for k in ("model", "dataset", "split", "samples", "seed")}
         kinds = {
             kind: {
                 "accuracy": self.accuracy[i],

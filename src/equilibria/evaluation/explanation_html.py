@@ -74,7 +74,7 @@ def _image(i: int, each: Explanation, step: str) -> str:
     text += f'<div class="card">{bars(said.labels, alt)}'
     if others := [label for label, _ in said.labels[1:]]:
         text += f'<p class="note">Nearest after it: {html.escape(", ".join(others))}.</p>'
-    text += f"</div>{_radius_words(said.radius)}{_looked(each, shown)}"
+    text += f"</div>{_radius_words(said.radius, len(each.pixels))}{_looked(each, shown)}"
     drawn = [
         f'<p class="step">problem {k} of {len(layers)} · {html.escape(v.name)} ({v.layer})</p>'
         + layer_charts(v)
@@ -126,13 +126,14 @@ def _range(values: Iterable[int]) -> str:
     return " to ".join(f"{v:,}" for v in dict.fromkeys((found[0], found[-1])))
 
 
-def _radius_words(radius: float | None) -> str:
-    """Nothing for a radius below one gray level of one pixel."""
+def _radius_words(radius: float | None, channels: int) -> str:
+    """Nothing for a radius below one gray level of one pixel. Numbers are rounded down."""
     if radius is None or radius < _LEVEL:
         return ""
+    shown, share = (math.floor(1e3 * r) for r in (radius, min(radius / channels**0.5, 1.0)))
     return (
-        f'<div class="short"><p>No picture within <strong>{radius:.3f}</strong> of this one gets '
-        f"another label. That is one pixel changed by {percent(min(radius, 1.0), 0)} of the way "
+        f'<div class="short"><p>No picture within <strong>{shown / 1e3:.3f}</strong> of this one '
+        f"gets another label. That is one pixel changed by {share / 10:g}% of the way "
         "from black to white, or many pixels by less: the root of the sum of the squared changes "
         "counts.</p></div>"
     )

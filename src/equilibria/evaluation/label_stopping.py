@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from equilibria.certify import LabelStopping
+from equilibria.nn.observing import observe
 
-from .layer_solvers import SolverStatistics
+from .layer_solvers import SolverRecorder, SolverStatistics
 from .metrics import ClassificationMeter, ClassificationMetrics, SegmentationMetrics
 from .model_on_data import evaluating
 from .rich_output import make_table, percent
@@ -85,7 +86,7 @@ class StoppedSubject:
     def __init__(self, model: nn.Module, classes: int, full: Callable[[Tensor], Tensor]) -> None:
         self.model, self.full = model, full
         self.stopping = LabelStopping(getattr(model, "_orig_mod", model))  # of torch.compile
-        self.meter = ClassificationMeter(classes)
+        self.meter, self.recorder = ClassificationMeter(classes), SolverRecorder(model)
         self.seconds = 0.0
         self.kept: list[tuple[Tensor, ...]] = []
         self.notes: dict[str, None] = {}
@@ -97,8 +98,9 @@ class StoppedSubject:
         rest = (~found.proven).nonzero()[:, 0]
         logits = found.logits
         if len(rest):
-            with evaluating(self.model):
+            with evaluating(self.model), observe(self.model) as seen:
                 logits[rest] = self.full(x[rest]).to(logits)
+            self.recorder.add(seen)
         self.seconds += clock(x) - began
         self.meter.update(logits, y)
         label = logits.argmax(1)
@@ -115,9 +117,7 @@ class StoppedSubject:
     ) -> LabelStopped:
         """What was found, beside what the full solve gave."""
         proven, steps, right, same = (torch.cat(part) for part in zip(*self.kept, strict=True))
-        each = [part.mean_steps for part in statistics.values()]
-        mean = sum(each) / max(len(each), 1)
-        stopped = torch.where(proven, steps, 0)
+        stopped, share = torch.where(proven, steps, 0), float(proven.double().mean())
         levels = []
         for count in (*self.stopping.steps, 0):
             here = stopped == count
@@ -131,15 +131,22 @@ class StoppedSubject:
             metrics=self.meter.compute(),
             full_accuracy=metrics.accuracy,
             agreement=float(same.double().mean()),
-            proven=float(proven.double().mean()),
+            proven=share,
             levels=tuple(levels),
-            mean_steps=float((steps + torch.where(proven, 0.0, mean)).mean()),
-            full_steps=mean,
+            mean_steps=float(steps.double().mean())
+            + (1.0 - share) * _mean_steps(self.recorder.compute()),
+            full_steps=_mean_steps(statistics),
             seconds=self.seconds,
             full_seconds=seconds,
             samples_steps=stopped,
             notes=tuple(self.notes),
         )
+
+
+def _mean_steps(statistics: Mapping[str, SolverStatistics]) -> float:
+    """The mean over layers."""
+    each = [part.mean_steps for part in statistics.values()]
+    return sum(each) / max(len(each), 1)
 
 
 def clock(x: Tensor) -> float:

@@ -2,12 +2,12 @@
 
     accuracy = mean [argmax p = y],   NLL = mean −log p_y,   Brier = mean Σ_k (p_k − [k = y])²
     ECE = Σ_b (n_b/N)·|accuracy_b − confidence_b|  over bins (lo, hi] of max p (Guo et al. 2017)
-    IoU_k = C_kk / (Σ_j C_kj + Σ_i C_ik − C_kk),   mIoU = mean over the classes that occur
+    IoU_k = C_kk / (Σ_j C_kj + Σ_i C_ik − C_kk),   mIoU = mean of those that are not 0/0
 
 C the confusion matrix, by torchmetrics. The sums beside it are ours, in float64: torchmetrics has
 no bins of a reliability diagram to read, no Brier score and no NLL of logits, and it would average
-NaN away. A sample with NaN or infinity among its logits is named here (``nonfinite``), counts as
-wrong, and stays out of NLL, Brier, the bins and the confusion matrix.
+NaN away. A sample with NaN or infinity among its logits is named here (``nonfinite``) and counts
+as wrong, in Σ_j C_kj too (``lost``); it stays out of NLL, Brier, the bins and ``confusion``.
 """
 
 from __future__ import annotations
@@ -83,13 +83,19 @@ class _Counted:
     samples: int
     confusion: Tensor
     """Long [K, K] of samples or pixels: row the class, column the prediction."""
+    lost: Tensor
+    """Long [K]: samples or pixels of each class whose logits are not finite."""
     nonfinite: tuple[int, ...] = ()
     """The samples whose logits are not finite, by number."""
 
     @property
+    def _occurring(self) -> Tensor:
+        return self.confusion.sum(1) + self.lost
+
+    @property
     def per_class(self) -> Tensor:
         """Share of right predictions of each class, [K]; NaN for a class that does not occur."""
-        return self.confusion.diagonal().double() / self.confusion.sum(1)
+        return self.confusion.diagonal().double() / self._occurring
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -115,14 +121,15 @@ class ClassificationMetrics(_Counted):
         return {"accuracy": self.accuracy, **top, **rest}
 
     def to_dict(self) -> dict[str, Any]:
-        found = dict(vars(self))
+        more = {"per_class": self.per_class, "ece": self.ece}
+        found = {**vars(self), **more, "mce": self.reliability.mce}
         found["top_k"] = {"k": found.pop("k"), "accuracy": self.top_k}
-        return {**found, "ece": self.ece, "mce": self.reliability.mce, "per_class": self.per_class}
+        return found
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SegmentationMetrics(_Counted):
-    """Over all pixels of all samples that count; NaN where none does."""
+    """Over all pixels that count; NaN where none does."""
 
     pixels: int
 
@@ -130,7 +137,7 @@ class SegmentationMetrics(_Counted):
     def iou(self) -> Tensor:
         """[K]; NaN for a class that neither occurs nor was predicted."""
         hit = self.confusion.diagonal().double()
-        return hit / (self.confusion.sum(1) + self.confusion.sum(0) - hit)
+        return hit / (self._occurring + self.confusion.sum(0) - hit)
 
     @property
     def miou(self) -> float:
@@ -138,8 +145,7 @@ class SegmentationMetrics(_Counted):
 
     @property
     def accuracy(self) -> float:
-        total = int(self.confusion.sum())
-        return float(self.confusion.diagonal().sum()) / total if total else float("nan")
+        return float(self.confusion.diagonal().double().sum() / self.pixels)
 
     @property
     def headline(self) -> dict[str, float]:
@@ -156,13 +162,15 @@ class _Meter:
     def __init__(self, classes: int) -> None:
         with needs("torchmetrics", "Evaluation"):
             from torchmetrics.classification import MulticlassConfusionMatrix
-        how: dict[str, Any] = {"ignore_index": _IGNORED, "validate_args": False}
         # Of this process alone, as the sums: in a training of several one may evaluate by itself.
-        how["sync_on_compute"] = False
-        self._confusion = MulticlassConfusionMatrix(classes, **how)
+        how: Any = {"sync_on_compute": False, "ignore_index": _IGNORED, "validate_args": False}
+        # The last column is that of samples without a finite answer.
+        self._confusion = MulticlassConfusionMatrix(classes + 1, **how)
         self._bad: list[Tensor] = []
 
     def _count(self, guess: Tensor, targets: Tensor, finite: Tensor) -> None:
+        bad = (~finite).view(-1, *[1] * (guess.ndim - 1))
+        guess = guess.masked_fill(bad, self._confusion.num_classes - 1)
         self._confusion.to(guess.device).update(guess, targets)
         self._bad.append(~finite)
 
@@ -171,9 +179,11 @@ class _Meter:
         if not self._bad:
             raise ValueError("no batch was given: there is nothing to compute.")
         bad = torch.cat(self._bad).cpu()
+        table = self._confusion.compute().long().cpu()[:-1]
         return {
             "samples": len(bad),
-            "confusion": self._confusion.compute().long().cpu(),
+            "confusion": table[:, :-1],
+            "lost": table[:, -1],
             "nonfinite": tuple(bad.nonzero()[:, 0].tolist()),
         }
 
@@ -198,12 +208,10 @@ class ClassificationMeter(_Meter):
         log_p = kept.log_softmax(1)
         p = log_p.exp()
         own = targets[:, None]
-        confidence, predicted = p.max(1)
-        # As argmax does, an earlier class wins a tie.
-        place = torch.arange(logits.shape[1], device=logits.device)
-        mine = kept.gather(1, own)
-        rank = ((kept > mine) | ((kept == mine) & (place < own))).sum(1)
-        right, near = finite & (rank == 0), finite & (rank < self.k)
+        confidence = p.amax(1)
+        # Of logits, as they may differ where p rounds to one number; an earlier class wins a tie.
+        best = kept.argsort(dim=1, descending=True, stable=True)[:, : self.k]
+        right, near = finite & (best[:, 0] == targets), finite & (best == own).any(1)
         brier = p.square().sum(1) - 2 * p.gather(1, own)[:, 0] + 1.0
         loss = -log_p.gather(1, own)[:, 0]
         counted = finite.double()
@@ -212,23 +220,21 @@ class ClassificationMeter(_Meter):
         bin_ = (confidence * self.bins).ceil().long().clamp(1, self.bins) - 1
         in_bins = torch.zeros(3, self.bins, dtype=torch.float64, device=logits.device)
         in_bins.scatter_add_(1, bin_.expand(3, -1), rows)
-        whole = torch.stack(
-            [counted, right.double(), near.double(), counted * loss, counted * brier]
-        )
+        whole = torch.stack([counted, near.double(), counted * loss, counted * brier])
         sums = torch.cat([whole.sum(1), in_bins.flatten()])
         self._sums = self._sums + sums
-        self._count(predicted, torch.where(finite, targets, _IGNORED), finite)
+        self._count(best[:, 0], targets, finite)
 
     def compute(self) -> ClassificationMetrics:
         both = self._read()
         sums = self._sums.cpu()
-        counted, right, near, loss, brier = sums[:5].tolist()
+        counted, near, loss, brier = sums[:4].tolist()
         mean = 1.0 / counted if counted else float("nan")
-        count, confidence, hits = sums[5:].view(3, self.bins)
+        count, confidence, hits = sums[4:].view(3, self.bins)
         edges = torch.linspace(0.0, 1.0, self.bins + 1, dtype=torch.float64)
         return ClassificationMetrics(
             **both,
-            accuracy=right / both["samples"],
+            accuracy=float(hits.sum()) / both["samples"],
             top_k=near / both["samples"],
             k=self.k,
             nll=loss * mean,
@@ -252,14 +258,13 @@ class SegmentationMeter(_Meter):
                 f"{tuple(targets.shape)}: they must agree."
             )
         finite = logits.isfinite().flatten(1).all(1)
-        counts = finite[:, None, None].expand_as(targets)
         if self.ignore_index is not None:
-            counts = counts & (targets != self.ignore_index)
-        self._count(logits.argmax(1), torch.where(counts, targets, _IGNORED), finite)
+            targets = targets.masked_fill(targets == self.ignore_index, _IGNORED)
+        self._count(logits.argmax(1), targets, finite)
 
     def compute(self) -> SegmentationMetrics:
         both = self._read()
-        return SegmentationMetrics(**both, pixels=int(both["confusion"].sum()))
+        return SegmentationMetrics(**both, pixels=int(both["confusion"].sum() + both["lost"].sum()))
 
 
 def classification_metrics(
@@ -267,9 +272,7 @@ def classification_metrics(
 ) -> ClassificationMetrics:
     """All metrics of logits [N, K] against targets [N] at once."""
     if logits.ndim != 2 or logits.shape[0] == 0:
-        raise ValueError(
-            f"expected logits [N, K] of at least one sample, got shape {tuple(logits.shape)}."
-        )
+        raise ValueError(f"expected logits [N, K] with N of at least 1, got {tuple(logits.shape)}.")
     meter = ClassificationMeter(logits.shape[1], bins=bins, k=k)
     meter.update(logits, targets)
     return meter.compute()

@@ -78,10 +78,8 @@ def _leaves(name: str, part: Guaranteed) -> dict[str, Guaranteed]:
     """The branches of a layer as parts of their own; anything else as it is."""
     if not isinstance(part, CompositeCertificate):
         return {name: part}
-    found: dict[str, Guaranteed] = {}
-    for inner, piece in part.items():
-        found.update(_leaves(f"{name}, {inner}", piece))
-    return found
+    found = (_leaves(f"{name}, {inner}", piece) for inner, piece in part.items())
+    return {key: leaf for leaves in found for key, leaf in leaves.items()}
 
 
 def certify_dataset(

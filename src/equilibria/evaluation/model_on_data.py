@@ -49,16 +49,17 @@ def on_device(model: nn.Module, device: torch.device | str | None) -> nn.Module:
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[nn.Module]:
+def evaluating(model: nn.Module, *, warn: bool = False) -> Iterator[nn.Module]:
     """``model`` in eval mode inside the block; afterwards every module is in its own mode again.
 
-    Solves that do not converge do not warn here: the statistics count them.
+    ``warn``: whether solves that do not converge warn; else the statistics count them.
     """
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ConvergenceWarning)
+            if not warn:
+                warnings.simplefilter("ignore", ConvergenceWarning)
             yield model
     finally:
         for module, mode in modes:

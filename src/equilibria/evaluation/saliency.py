@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from equilibria.adjoints import Implicit
 from equilibria.engine.adjoint import Adjoint
@@ -37,12 +38,13 @@ def _outputs(model: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, tuple[Any, 
     """Logits, and what every module gave that runs once, the last to run last."""
     found: dict[str, tuple[Any, ...]] = {}
 
-    def keep(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+    def keep(name: str, module: nn.Module, inputs: Any, output: Any) -> Any:
         found.pop(name, None)
         found[name] = output if isinstance(output, tuple) else (output,)
         for part in found[name]:
             if torch.is_grad_enabled() and isinstance(part, Tensor) and part.is_leaf:
                 part.requires_grad_()  # what does not depend on x has a gradient, too
+        return pytree.tree_map_only(Tensor, torch.clone, output)  # what is next may write into it
 
     with evaluating(model), ExitStack() as hooks:
         for name, module in _single_run_modules(model).items():

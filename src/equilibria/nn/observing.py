@@ -82,19 +82,19 @@ def equilibrium_layers(model: nn.Module) -> dict[str, nn.Module]:
     """The layers of ``model`` that solve for an equilibrium, by name, outermost only.
 
     A layer is one that says ``is_equilibrium = True``, as every layer of ``equilibria.nn`` does. A
-    model that is such a layer itself has the name "".
+    model that is such a layer itself has the name "", a layer in several places that of the first.
     """
-    found: dict[str, nn.Module] = {}
+    found: dict[nn.Module, str] = {}
 
     def visit(module: nn.Module, name: str) -> None:
         if getattr(module, "is_equilibrium", False):
-            found[name] = module
+            found.setdefault(module, name)
             return
         for child_name, child in module.named_children():
             visit(child, f"{name}.{child_name}" if name else child_name)
 
     visit(model, "")
-    return found
+    return {name: layer for layer, name in found.items()}
 
 
 def observe(model: nn.Module) -> AbstractContextManager[Observed]:

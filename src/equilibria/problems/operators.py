@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.stateless import _reparametrize_module
 
 from equilibria.engine.transforms import autocasts, may_keep, may_reuse, transforms_active, version
 from equilibria.ops.winograd import can_use_winograd, transformed_weight, winograd
@@ -670,7 +671,13 @@ def _in_double(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tenso
         name: t.detach().double() if t.is_floating_point() else t
         for name, t in [*function.named_parameters(), *function.named_buffers()]
     }
-    return lambda z: torch.func.functional_call(function, state, (z,))
+
+    def doubled(z: Tensor) -> Tensor:
+        # As functional_call, which leaves its tensors in a module that is used in two places.
+        with _reparametrize_module(function, state, tie_weights=True, stack_weights=True):
+            return function(z)  # type: ignore[no-any-return]
+
+    return doubled
 
 
 class TransposedOperator(LinearOperator):

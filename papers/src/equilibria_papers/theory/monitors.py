@@ -17,6 +17,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
+from equilibria.evaluation import evaluating
 from equilibria_papers.theory.checks import check_sizes
 from equilibria_papers.theory.ntk.kernel import (
     Choice,
@@ -24,7 +25,6 @@ from equilibria_papers.theory.ntk.kernel import (
     Method,
     TangentKernel,
     empirical_ntk,
-    evaluating,
     flat_outputs,
     select_parameters,
 )
@@ -119,7 +119,7 @@ class KernelProbe:
         kernel: TangentKernel,
         low: float,
     ) -> dict[str, float]:
-        with evaluating(model), torch.enable_grad():
+        with evaluating(model, warn=True), torch.enable_grad():
             outputs = flat_outputs(model, self.x)
             loss = self.loss(outputs, targets)
             at_outputs = torch.autograd.grad(loss, outputs, retain_graph=True)[0]

@@ -223,6 +223,18 @@ def test_parameters_without_a_part_and_shared_ones() -> None:
         torch.testing.assert_close(found.matrix, jacobian @ jacobian.mT, rtol=1e-6, atol=1e-8)
 
 
+def test_a_layer_that_is_used_twice_keeps_its_weights() -> None:
+    shared = nn.Linear(3, 3).double()
+    weight, x = shared.weight, torch.randn(2, 3, dtype=torch.float64)
+    model = nn.Sequential(shared, nn.Tanh(), shared)
+    jacobian = dense_jacobian(model, x)
+    for method in ("vmap", "autograd", "auto"):
+        found = empirical_ntk(model, x, method=method)  # type: ignore[arg-type]
+        torch.testing.assert_close(found.matrix, jacobian @ jacobian.mT, rtol=1e-6, atol=1e-8)
+        assert shared.weight is weight
+        assert found.method == ("autograd" if method == "autograd" else "vmap")
+
+
 @pytest.mark.parametrize(
     ("given_", "words"),
     [

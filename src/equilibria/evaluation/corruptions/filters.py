@@ -22,11 +22,9 @@ def border_index(index: Tensor, size: int, border: Border) -> Tensor:
     """Where an index outside 0 … size − 1 reads, for any distance."""
     if border == "nearest":
         return index.clamp(0, size - 1)
-    if border == "reflect":
-        wrapped = index.remainder(2 * size)
-        return torch.minimum(wrapped, 2 * size - 1 - wrapped)
-    wrapped = index.remainder(2 * size - 2)
-    return torch.minimum(wrapped, 2 * size - 2 - wrapped)
+    twice = int(border == "reflect")  # whether the outermost pixel is read twice
+    wrapped = index.remainder(2 * (size - 1 + twice))
+    return torch.minimum(wrapped, 2 * size - 2 + twice - wrapped)
 
 
 def separable(x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:

@@ -46,8 +46,8 @@ class FeatureMapReport(Report):
         made: list[Row] = []
         columns = zip(self.terms, self.error, self.error_bound, self.features, strict=True)
         for k, error, limit, width in columns:
-            wide = "more than 1e18" if width is None else f"{width}"
-            made.append((f"|q − q_K|, K = {k}", error, f"at most {limit:.3g}; {wide} features"))
+            note = f"at most {limit:.3g} and rounding; {width or 'more than 1e18'}"
+            made.append((f"|q − q_K|, K = {k}", error, f"{note} features"))
         made.append(("|q − q|, Eq 7 as printed", self.printed_error, "all terms"))
         return made
 

@@ -10,7 +10,6 @@ Both give the gradient that the model itself gives: an equilibrium layer's adjoi
 
 from __future__ import annotations
 
-import contextlib
 import fnmatch
 import math
 import re
@@ -22,7 +21,10 @@ from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, jacrev, vmap
+from torch.func import jacrev, vmap
+from torch.nn.utils.stateless import _reparametrize_module
+
+from equilibria.evaluation import evaluating
 
 Filter: TypeAlias = str | Sequence[str] | None
 """A glob pattern of parameter names such as ``"head.*"``, or several; None takes all."""
@@ -124,21 +126,6 @@ def choose_outputs(choice: Choice, total: int) -> Outputs:
     return Outputs("index", total, tuple(i % total for i in indices))
 
 
-@contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Every module in eval mode inside: no dropout, no statistics of the batch; then as before.
-
-    Unlike the evaluation's own it lets warnings of solves pass: nothing counts them here.
-    """
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
-
-
 def flat_outputs(model: nn.Module, x: Tensor) -> Tensor:
     """f(x) as [N, K]."""
     out = model(x)
@@ -160,8 +147,10 @@ def vmapped(model: nn.Module, outputs: Outputs) -> Rows:
         fixed |= dict(model.named_buffers())
 
         def value(parameters: dict[str, Tensor], sample: Tensor) -> Tensor:
-            out = functional_call(model, {**fixed, **parameters}, (sample[None],))
-            return outputs.take(out.reshape(-1))
+            held = {**fixed, **parameters}
+            # As functional_call, which leaves its tensors in a module that is used in two places.
+            with _reparametrize_module(model, held, tie_weights=True, stack_weights=True):
+                return outputs.take(model(sample[None]).reshape(-1))
 
         def one(sample: Tensor) -> dict[str, Tensor]:
             pulled: dict[str, Tensor] = jacrev(value)(chosen, sample)
@@ -307,7 +296,7 @@ def empirical_ntk(
         progress: called with (samples done, of how many).
     """
     _check(model, x, x2, layers, batch_size)
-    with evaluating(model):
+    with evaluating(model, warn=True):
         chosen = choose_outputs(outputs, flat_outputs(model, x[:1]).shape[1])
         selected = select_parameters(model, parameters)
         groups = by_module(selected) if layers else {"": list(selected)}

@@ -148,7 +148,6 @@ def label_alignment(kernel: Kernel, targets: Tensor) -> float:
     else:
         if targets.ndim == 2:
             raise ValueError("targets [N, K] of whole numbers: give classes [N], or floats.")
-        found = targets.unique(return_inverse=True)[1]
-        values = torch.nn.functional.one_hot(found).double()
+        values = torch.nn.functional.one_hot(targets.unique(return_inverse=True)[1]).double()
     values = values.to(matrix.device)
     return kernel_alignment(matrix, values @ values.mT)

@@ -153,9 +153,7 @@ class SolverPath:
     def mean_curve(self) -> Tensor:
         """[K]: the relative residual averaged over the samples where it is finite, as the thesis
         draws it; NaN where it is finite for none."""
-        finite = torch.isfinite(self.relative)
-        total = torch.where(finite, self.relative, 0.0).double().sum(1)
-        return total / torch.where(finite.any(1), finite.sum(1), torch.nan)
+        return self.relative.double().where(self.relative.isfinite(), torch.nan).nanmean(1)
 
     def quantile_curve(self, q: float) -> Tensor:
         """[K]: the q-quantile over the samples; one that blew up counts as infinitely large."""

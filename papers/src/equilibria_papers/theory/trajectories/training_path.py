@@ -109,8 +109,7 @@ class TrainingPath:
         for label in self.classes:
             part = points[:, self.labels == label]
             kept = torch.isfinite(part).all(-1, keepdim=True)
-            total = torch.where(kept, part, 0.0).sum(1)
-            found.append(total / torch.where(kept.any(1), kept.sum(1), torch.nan))
+            found.append(part.where(kept, torch.nan).nanmean(1))
         return torch.stack(found, 1)
 
     def spread(self) -> Tensor:
