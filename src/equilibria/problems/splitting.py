@@ -401,7 +401,6 @@ def split(
     chosen, inner = way, way.in_units(problem)
     with torch.no_grad():
         prepared = way.prepare(inner, z0)
-    shared = {name: getattr(way, name) for name in _SHARED}
 
     def step(u: State, *given: Any) -> tuple[State, Any]:
         new, z, y = chosen.advance(inner.with_inputs(*given), u, prepared)
@@ -411,14 +410,15 @@ def split(
         step,
         way.start(inner, z0),
         inner.inputs(),
-        solver=Guarded(**shared),
+        solver=Guarded(**{name: getattr(way, name) for name in _SHARED}),
         adjoint=_ADJOINT if adjoint is None or adjoint == _PLAIN else adjoint,
         throw=throw,
         callback=callback,
         aux=True,  # its graph leaves out samples that failed
     )
     z, y = found.aux
-    steps = ", ".join(f"{step:.4g}" for step in prepared if isinstance(step, float))
+    numbers = () if torch.compiler.is_compiling() else prepared  # may be symbols there
+    steps = ", ".join(f"{step:.4g}" for step in numbers if isinstance(step, float))
     reason = f"{type(way).__name__} with the steps {steps}"
     done = dataclasses.replace(found, value=z, choice=reason, aux=None)
     if (inner is problem or problem.smooth is None) and host_may_read(z):
