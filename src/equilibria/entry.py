@@ -192,7 +192,8 @@ def _without_aux(fn: Callable[..., Any], kept: list[Any]) -> Callable[..., Any]:
                 "fixed_point(aux=True): fn must return a tuple (T(z), aux), got "
                 f"{type(found).__name__}."
             )
-        kept[:1] = [found[1]] if kept else []
+        if kept:  # else nothing is changed, which a compiler forbids
+            kept[0] = found[1]
         return found[0]
 
     return state

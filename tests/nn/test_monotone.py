@@ -226,7 +226,7 @@ def test_a_solution_says_what_ran() -> None:
     layer, x = drawn("dense")
     assert "PeacemanRachford with the step α = √n" in layer.solve(x).choice
     assert (
-        "ForwardBackward with the step α = 0.01"
+        "ForwardBackward with the given step α"
         in layer.solve(x, solver=ForwardBackward(alpha=0.01, max_steps=10**4)).choice
     )
     own = layer.solve(x, solver=eq.Broyden(max_steps=500))

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from equilibria.engine.adjoint import Adjoint
-from equilibria.engine.iterate import Callback, iterate
+from equilibria.engine.iterate import Callback, in_state_dtype, iterate
 from equilibria.engine.krylov import GMRES, LinearSolver, MatVec
 from equilibria.engine.maps import Map
 from equilibria.engine.options import options
@@ -154,6 +154,8 @@ def _is_blind(solver: LinearSolver | Solver) -> bool:
 def _attach_compiled(fn: Map, done: Iterated, solver: LinearSolver | Solver) -> Leaves:
     """The same inside torch.compile, which traces T(z*) itself: what T depends on needs not be
     searched for. Products with Jᵀ are those of T evaluated once more in the backward pass."""
+    if torch.is_autocast_enabled(done.value[0].device.type):  # which a backward pass is not under
+        return in_state_dtype(fn, done.value, lambda cast: _attach_compiled(cast, done, solver))
     failed = blown_up(done.result)
     part = cleaned(fn, failed)
     z = [lend(x, failed).detach() for x in done.value]
@@ -191,8 +193,7 @@ class _CompiledFunction(torch.autograd.Function):
         if isinstance(solver, GMRES):
             u = part_samples(solver.solve_blind(joined, join_samples(grads, group)))
         else:
-            how = {"coupled": group > 1, "group": group}
-            u = solve_adjoint(solver, transpose, list(grads), **how).value
+            u = solve_adjoint(solver, transpose, list(grads), coupled=group > 1, group=group).value
         return (None, None, None, None, *u, *[None] * len(z))
 
 

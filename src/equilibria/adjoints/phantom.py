@@ -70,15 +70,13 @@ class Phantom(Adjoint):
     def _unrolled(self, part: Isolated) -> Leaves:
         z = part.z
         for _ in range(self.steps):
-            if self.form == "unrolled":
-                f = part.fn(z)
-            else:
-                f = part.fn([_Standing.apply(a, b) for a, b in zip(part.z, z, strict=True)])
-            if self.damping == 1.0:
-                z = f
-            else:
-                z = [torch.lerp(a, b, self.damping) for a, b in zip(z, f, strict=True)]
-            z = cut_off(part.failed, z, part.z)
+            at = z
+            if self.form == "neumann":
+                at = [_Standing.apply(a, b) for a, b in zip(part.z, z, strict=True)]
+            f = part.fn(at)
+            if self.damping != 1.0:
+                f = [torch.lerp(a, b, self.damping) for a, b in zip(z, f, strict=True)]
+            z = cut_off(part.failed, f, part.z)
         return z
 
     def _neumann(self, fn: Map, done: Iterated) -> Leaves:

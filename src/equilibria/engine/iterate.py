@@ -59,11 +59,10 @@ def iterate(fn: Map, z0: Leaves, solver: Solver, callback: Callback = None) -> I
     """Solve z = T(z) from z0 by ``solver``."""
     if torch.is_autocast_enabled(z0[0].device.type):
         return in_state_dtype(fn, z0, lambda cast: iterate(cast, z0, solver, callback))
-    traced = torch.compiler.is_exporting()
-    traced = traced or (solver.while_loop and torch.compiler.is_compiling())
-    if traced and not solver.fixed_steps:
-        return run_looped(fn, z0, solver)
     if not solver.fixed_steps:
+        compiled = solver.while_loop and torch.compiler.is_compiling()
+        if compiled or torch.compiler.is_exporting():
+            return run_looped(fn, z0, solver)
         return _Run(fn, z0, solver, callback).solve()
     if not (fn.coupled and solver.joins):
         return _run_fixed(fn, z0, solver, callback)

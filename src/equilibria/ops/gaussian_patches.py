@@ -70,9 +70,8 @@ def can_fuse(a: Tensor, c: Tensor, metric: Tensor | None, channels: int, size: i
 
     Maps that are not channels-last are left to the plain form, which reads them in better order.
     """
-    if not TRITON or a.device.type != "cuda" or metric is None or channels * size * size > _WIDEST:
-        return False
-    if torch.compiler.is_compiling() and channels * size * size > _WIDEST_COMPILED:
+    widest = _WIDEST_COMPILED if torch.compiler.is_compiling() else _WIDEST
+    if not TRITON or a.device.type != "cuda" or metric is None or channels * size * size > widest:
         return False
     if a.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return False

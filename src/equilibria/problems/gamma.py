@@ -204,6 +204,6 @@ def as_gamma(gamma: float | GammaPolicy) -> GammaPolicy:
         raise TypeError(
             f"gamma takes a positive number or a GammaPolicy, got {type(gamma).__name__} {gamma!r}."
         )
-    if not (math.isfinite(gamma) and gamma > 0):
+    if not 0.0 < gamma < math.inf:
         raise ValueError(f"gamma={gamma!r} is out of range: γ must be a positive finite number.")
     return FixedGamma(float(gamma))

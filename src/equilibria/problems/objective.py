@@ -209,7 +209,7 @@ def _checked(bounds: Bounds) -> Bounds:
 
 def _derivative(fn: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:
     """The gradient of a scalar function; it can be differentiated where gradients are enabled."""
-    if transforms_active():
+    if transforms_active() or torch.compiler.is_compiling():
         found: Tensor = torch.func.grad(fn)(z)
         return found
     live = torch.is_grad_enabled()

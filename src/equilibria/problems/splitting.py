@@ -41,7 +41,9 @@ Inverse = Callable[[Tensor, float], Tensor]
 Advanced = tuple[State, Tensor, list[Tensor]]
 
 _STEPS = ("rho", "gamma", "tau", "sigma")
+_SHARED = tuple(field.name for field in dataclasses.fields(SolverOptions))
 _DENSE = 2048  # largest state of which ADMM inverts a matrix
+_PLAIN = Implicit()
 _ADJOINT = Implicit(solver=GMRES(restart=60, max_steps=2000))  # J may have eigenvalues near 1
 
 
@@ -163,7 +165,6 @@ class Composite(HiddenProblem):
         found = rho * (self.pull(self.images(v), v) + (v if self.has_prior else 0.0))
         return found if self.smooth is None else found + self.smooth.hvp(v, v)
 
-    @torch.no_grad()
     def factor(self, z: Tensor, rho: float) -> Tensor | None:
         """The inverse of the matrix, ``[n, n]``; None where ``inverse`` is there to do it."""
         if self.inverse is not None:
@@ -269,7 +270,7 @@ class ADMM(SplittingOfSum):
         if rho is None:
             middle, high, norm = problem.sizes()
             rho = middle / (norm + problem.has_prior) if high > 0 else 1.0
-        if not math.isfinite(rho) or rho == 0.0:
+        if not 0.0 < rho < math.inf:
             raise ValueError("ADMM: no bound on a norm is known; give rho")
         return rho, problem.factor(z, rho)
 
@@ -398,8 +399,8 @@ def split(
             "ChambollePock(...) or Auto(), as it has no single prox."
         )
     chosen, inner = way, way.in_units(problem)
-    prepared = way.prepare(inner, z0)
-    shared = {field.name: getattr(way, field.name) for field in dataclasses.fields(SolverOptions)}
+    with torch.no_grad():
+        prepared = way.prepare(inner, z0)
 
     def step(u: State, *given: Any) -> tuple[State, Any]:
         new, z, y = chosen.advance(inner.with_inputs(*given), u, prepared)
@@ -409,14 +410,15 @@ def split(
         step,
         way.start(inner, z0),
         inner.inputs(),
-        solver=Guarded(**shared),
-        adjoint=_ADJOINT if adjoint is None or adjoint == Implicit() else adjoint,
+        solver=Guarded(**{name: getattr(way, name) for name in _SHARED}),
+        adjoint=_ADJOINT if adjoint is None or adjoint == _PLAIN else adjoint,
         throw=throw,
         callback=callback,
         aux=True,  # its graph leaves out samples that failed
     )
     z, y = found.aux
-    steps = ", ".join(f"{step:.4g}" for step in prepared if isinstance(step, float))
+    numbers = () if torch.compiler.is_compiling() else prepared  # may be symbols there
+    steps = ", ".join(f"{step:.4g}" for step in numbers if isinstance(step, float))
     reason = f"{type(way).__name__} with the steps {steps}"
     done = dataclasses.replace(found, value=z, choice=reason, aux=None)
     if (inner is problem or problem.smooth is None) and host_may_read(z):

@@ -183,8 +183,8 @@ class ForwardBackward(SplittingSolver):
             z = read(u)
             return z, inclusion.step(z, c)
 
-        given = "m/L²" if self.alpha is None else f"{self.alpha:g}"
-        reason = f"ForwardBackward with the step α = {given}"
+        given = "step α = m/L²" if self.alpha is None else "given step α"
+        reason = f"ForwardBackward with the {given}"
         slack, start = proximal_slack(alpha), map_tensors(lambda part: part.to(wide), z0)
         return Splitting(step, own, lambda *_: slack, dtype, start, (c,), read, reason)
 

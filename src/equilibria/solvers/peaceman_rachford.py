@@ -64,8 +64,8 @@ class PeacemanRachford(SplittingSolver):
             return 2.0 * alpha / (1.0 + alpha * inclusion.modulus)
 
         first = blend(1.0 - alpha, start, alpha, space.argument(start, source))
-        given = "√n/‖I − W‖_F" if self.alpha is None else f"{self.alpha:g}"
-        reason = f"PeacemanRachford with the step α = {given}"
+        given = "step α = √n/‖I − W‖_F" if self.alpha is None else "given step α"
+        reason = f"PeacemanRachford with the {given}"
         inputs = (alpha * source, c)
         return Splitting(step, own, near, None, _finite(first), inputs, read, reason)
 
