@@ -101,9 +101,9 @@ def gaussian_message_jvp(
 
 
 def is_channels_last(t: Tensor) -> bool:
-    """Whether the channels of t [B, C, H, W] lie side by side; no where nobody can tell."""
+    """Whether the channels of t [B, C, H, W] lie side by side; False where that is not known."""
     if torch.compiler.is_compiling() and functorch_active():
-        return False  # torch.func traced by a compiler: a tensor has no strides there
+        return False  # a compiler that traces torch.func knows no strides
     return t.shape[1] > 1 and t.stride(1) == 1
 
 
