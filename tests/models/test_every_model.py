@@ -134,8 +134,19 @@ def test_count_parameters() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["geq_stack_digits", "explicit_digits"])
+def test_compiles_whole(name: str) -> None:
+    model = make(name).eval()
+    x = images(model)
+    with torch.no_grad():
+        expected = model(x)
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(x), expected)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["geq_cifar_5m", "mopteq_cifar_5m", "geq_stack_cifar_3m"])
-def test_compiles_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trains_compiled_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # What a compiler follows. The fused path takes its gradient one step before.
     monkeypatch.setattr(solving, "serves", lambda *_: False)
     model = make(name)
