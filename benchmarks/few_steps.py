@@ -26,7 +26,8 @@ few_steps_NAME.ckpt, from which the same command goes on.
     python benchmarks/few_steps.py geq_stack_cifar_8m --profile --out results
 
 needs no data: the kernels of one image, by name, with one step and in the explicit twin, on fresh
-weights, each replayed as a CUDA graph. Writes few_steps_profile.json.
+weights, each replayed as a CUDA graph, and images a second at batches of ``--batch`` and 1. Writes
+few_steps_profile.json (with ``--tag`` also that name).
 """
 
 from __future__ import annotations
@@ -488,7 +489,9 @@ def profiles(options: Namespace, device: torch.device) -> None:
     from torch.profiler import ProfilerActivity, profile
 
     fresh = options.weights in models.names()
-    own = set_steps(models.create(options.weights) if fresh else loaded(options), 1).eval()
+    own = models.create(options.weights) if fresh else loaded(options)
+    options.teacher_steps = options.teacher_steps or steps_of(own)
+    set_steps(own.eval(), 1)
     contestants = {"1 step": own, "1 step, frozen": frozen_copy(own), "explicit twin": twin_of(own)}
     size, graphed = own.config.image_size, device.type == "cuda"
     x = torch.randn(1, own.config.in_channels, size, size, device=device)
@@ -501,7 +504,13 @@ def profiles(options: Namespace, device: torch.device) -> None:
             ways[name] = way = Replayed(model, options)
             runs[name] = way.capture(x) if graphed else partial(way.eagerly, x)
     times = race(runs, device, budget=3.0, least=options.repeats, most=1000, warm=5)
-    found: dict[str, Any] = {"machine": torch.cuda.get_device_name() if graphed else "CPU"}
+    found: dict[str, Any] = {
+        "command": "python benchmarks/few_steps.py " + " ".join(sys.argv[1:]),
+        "commit": options.commit or commit(),
+        "torch": str(torch.__version__),
+        "machine": torch.cuda.get_device_name() if graphed else "CPU",
+        "speed": speeds(own, options, device),
+    }
     for name, run in runs.items():
         activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * graphed]
         for _ in range(2):  # the first profile of a process starts the tracer
@@ -523,7 +532,8 @@ def profiles(options: Namespace, device: torch.device) -> None:
         print(name, {key: value for key, value in found[name].items() if key != "by_name"})
         for kernel, (count, us) in list(ranked.items())[:25]:
             print(f"  {count:5.0f} {us:9.1f} us  {kernel}")
-    write(options.out / "few_steps_profile.json", found)
+    tag = f"_{options.tag}" if options.tag else ""
+    write(options.out / f"few_steps_profile{tag}.json", found)
 
 
 if __name__ == "__main__":

@@ -102,6 +102,18 @@ def test_easy_samples_stop_first_and_none_needs_the_batch() -> None:
         torch.testing.assert_close(alone.logits, found.logits[i : i + 1])
 
 
+@pytest.mark.gpu
+def test_the_same_on_the_gpu() -> None:
+    model, x = dense_network(3), torch.randn(64, 5)
+    exact = by_numpy(model, x)
+    found = LabelStopping(model.cuda()).certify(x.cuda())
+    proven = found.proven.cpu().numpy()
+    assert proven.mean() > 0.8
+    assert (found.label.cpu().numpy() == exact.argmax(1))[proven].all()
+    off = np.linalg.norm(wide(found.logits.cpu()) - exact, axis=1)
+    assert (off <= found.error.cpu().numpy() + 1e-12).all()
+
+
 def test_a_bad_sample_is_never_proven_and_harms_no_other() -> None:
     model, x = dense_network(3), torch.randn(6, 5)
     clean = LabelStopping(model).certify(x)

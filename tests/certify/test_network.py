@@ -194,6 +194,19 @@ def test_no_attack_within_the_radius_changes_the_label(name: str, norm: str) -> 
         step = step - 10 * certificate.radius.view(-1, 1, 1, 1) * way
 
 
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore::equilibria.ConvergenceWarning")
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_same_on_the_gpu(name: str) -> None:
+    model, x = made(name)
+    here = eq.certify(model, x)
+    there = eq.certify(model.cuda(), x.cuda())
+    assert torch.equal(there.label.cpu(), here.label)
+    for found, wanted in ((there.radius, here.radius), (there.logits, here.logits)):
+        torch.testing.assert_close(found.cpu(), wanted, rtol=1e-4, atol=1e-6)
+    assert there.lipschitz == pytest.approx(here.lipschitz, rel=1e-4)
+
+
 @pytest.mark.parametrize(
     "layer",
     [

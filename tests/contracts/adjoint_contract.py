@@ -184,7 +184,7 @@ def unflat(vector: Tensor, like: Any) -> Any:
 
 def weights_of_loss(z: Tensor) -> Tensor:
     """Coefficients of the loss Σ cᵢzᵢ + ½Σ zᵢ², on the flat state."""
-    return torch.linspace(-1.0, 2.0, z.numel(), dtype=torch.float64).to(z.dtype)
+    return torch.linspace(-1.0, 2.0, z.numel(), dtype=torch.float64).to(z)
 
 
 def loss_of(value: Any) -> Tensor:
@@ -645,9 +645,11 @@ class AdjointContract:
     def test_bad_samples_do_no_harm_after_a_fixed_number_of_steps(self, way: str) -> None:
         self.check_bad_batch(way, LAPS)
 
-    def spoilt(self) -> tuple[Tensor, Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+    def spoilt(
+        self, device: str = "cpu"
+    ) -> tuple[Tensor, Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
         """A weight; the loss of the healthy samples beside a NaN input; that of them alone."""
-        weight, x = self.base.parameters
+        weight, x = (p.to(device) for p in self.base.parameters)
         x = x.repeat(2, *([1] * (x.dim() - 1)))[:4]
         x[1].view(-1)[2] = NAN
         rest = [0, 2, 3]
@@ -667,6 +669,19 @@ class AdjointContract:
         wanted = torch.autograd.grad(alone(w), w)
         as_on_a_gpu(monkeypatch)
         assert_close(torch.autograd.grad(beside(w), w), wanted)
+
+    @pytest.mark.gpu
+    def test_gradients_on_the_gpu(self) -> None:
+        """By the dense formula, and beside a NaN input after fixed steps."""
+        for problem in self.problems:
+            given = (problem.start, problem.leaves())
+            start, parameters = pytree.tree_map(torch.Tensor.cuda, given)
+            value = self.solve(problem.fn, start, parameters).value
+            found = torch.autograd.grad(loss_of(value), parameters)
+            assert_close([g.cpu() for g in found], self.wanted(problem))
+        weight, beside, alone = self.spoilt("cuda")
+        w = weight.clone().requires_grad_()
+        assert_close(torch.autograd.grad(beside(w), w), torch.autograd.grad(alone(w), w))
 
     def test_a_nan_input_does_no_harm_under_torch_func(self) -> None:
         if not self.under_transforms:
