@@ -40,7 +40,7 @@ def test_tangent_kernel(method: Any) -> None:
 
 def test_landscape() -> None:
     model, x = network()
-    y, grid = torch.arange(5) % 3, Grid(points=3, radius=0.5)
+    y, grid = torch.arange(5) % 3, Grid(points=3, radius=0.02)
     wanted = measure_landscape(model, (x, y), grid=grid)
     found = measure_landscape(on_gpu(model), (x.cuda(), y.cuda()), grid=grid)
     torch.testing.assert_close(found.loss.cpu(), wanted.loss, rtol=1e-8, atol=1e-9)

@@ -33,8 +33,8 @@ Cut = tuple[int, int]
 """(c_s, p): the channels of a patch and the length of its sides."""
 
 _WIDEST, _WIDEST_COMPILED = 128, 64
-"""Longer rows do not fit the registers; a compiler's own kernels are faster beyond the second
-(results/gaussian_op.json)."""
+"""Longer rows do not fit the registers; in float32 a compiler's own kernels are faster beyond the
+second (results/gaussian_op.json)."""
 
 # Registered with torch when the package is imported: torch.compile cannot follow it later.
 TRITON = bool(torch.version.cuda or torch.version.hip) and find_spec("triton") is not None
