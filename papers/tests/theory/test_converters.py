@@ -107,7 +107,7 @@ def test_products_of_the_weights() -> None:
     assert float((first @ last.mT).detach().abs().max()) < 1e-12
 
 
-def test_norms_are_told() -> None:
+def test_norms_are_reported() -> None:
     torch.manual_seed(1)
     units = to_hidden_units(network([4, 6, 3], "sigmoid"))
     expected = [np.linalg.norm(u.W.weight.detach().numpy(), 2) ** 2 / 4 for u in units.units]

@@ -72,7 +72,7 @@ class Phantom(Adjoint):
         for _ in range(self.steps):
             at = z
             if self.form == "neumann":
-                at = [_Standing.apply(a, b) for a, b in zip(part.z, z, strict=True)]
+                at = [_AtSolution.apply(a, b) for a, b in zip(part.z, z, strict=True)]
             f = part.fn(at)
             if self.damping != 1.0:
                 f = [torch.lerp(a, b, self.damping) for a, b in zip(z, f, strict=True)]
@@ -88,7 +88,7 @@ class Phantom(Adjoint):
         return attach_isolated(fn, done, rule)
 
 
-class _Standing(torch.autograd.Function):
+class _AtSolution(torch.autograd.Function):
     """(z*, z) ↦ z*, with the gradient of z."""
 
     @staticmethod

@@ -130,9 +130,9 @@ def on_threads(asked: int | None, data: str) -> Iterator[None]:
 
     from equilibria import data as datasets
 
-    told = asked or os.environ.get("OMP_NUM_THREADS") or os.environ.get("MKL_NUM_THREADS")
+    given = asked or os.environ.get("OMP_NUM_THREADS") or os.environ.get("MKL_NUM_THREADS")
     before, size = torch.get_num_threads(), None
-    if not told and data in datasets.names():
+    if not given and data in datasets.names():
         size = datasets.describe(data).image_size
     torch.set_num_threads(asked or (1 if size is not None and size <= _SMALL else before))
     try:

@@ -191,7 +191,7 @@ class _Count:
         if source == "random":
             self.ranked.append((new, -index))
         self.violations += not new <= 1.0 + self.tolerance
-        # Of equally bad trials (infinite ratios) the one that is told in fewer numbers.
+        # Of equally bad trials (infinite ratios) the one with fewer numbers.
         if new > old or (new == old and math.isinf(new)):
             ratio, case = float(trial.ratio), plain(trial.case)
             found = Worst(source=source, index=index, ratio=ratio, case=case, start=start)

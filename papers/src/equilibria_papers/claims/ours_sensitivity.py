@@ -170,8 +170,8 @@ def _any_rule(draw: Random, *, rule: Rule, kind: str) -> Iterator[Trial | None]:
         layer, features, change = _min_layer(patches, 0.6, 1.0)
         found = _two_inputs(layer, features, features + change, rule, kind)
         if found is not None:
-            told = "P rows 0.6/sqrt(P) at energy 1.5, one row 0 whose energy 0.2 sets gamma = 1"
-            yield Trial(found.ratio, {"patches P": patches, "mu": 0.6, "layer": told})
+            details = "P rows 0.6/sqrt(P) at energy 1.5, one row 0 whose energy 0.2 sets gamma = 1"
+            yield Trial(found.ratio, {"patches P": patches, "mu": 0.6, "layer": details})
     yield from _search_inputs(draw, rule=rule, kind=kind)
 
 

@@ -57,8 +57,8 @@ def _count(paper: str, records: Sequence[Record]) -> str:
         "fails": "fail in every reading",
         "vacuous": "premise met by no draw",
     }
-    told = "; ".join(f"{text} {counts[key]}" for key, text in parts.items() if counts[key])
-    return f"- **{paper}**, of {len(records)}: {told}."
+    details = "; ".join(f"{text} {counts[key]}" for key, text in parts.items() if counts[key])
+    return f"- **{paper}**, of {len(records)}: {details}."
 
 
 def _table(records: Iterable[Record]) -> list[str]:

@@ -43,8 +43,8 @@ def _flow_trial(case: Case, given: Ingredients) -> Trial | None:
         run = gradient_flow(*case[:3], horizon=horizon, points=9, rtol=1e-11, max_evaluations=4000)
     except ArithmeticError:
         return None  # stiff beyond what a trial may cost
-    told = {"slack": report.slack, "lambda0": given.lambda0, "misfit": given.misfit}
-    return Trial(run.worst, case.sizes() | told)
+    details = {"slack": report.slack, "lambda0": given.lambda0, "misfit": given.misfit}
+    return Trial(run.worst, case.sizes() | details)
 
 
 def _flow_family(draw: Random) -> Iterator[Trial | None]:
@@ -87,8 +87,8 @@ def _descent_trial(
     if not report.holds or report.step is None:
         return None
     run = gradient_descent(*case[:3], step=share * report.step, steps=steps)
-    told = {"slack": report.slack, "step": run.step, "losses": list(run.loss[:4])}
-    return Trial(run.worst, case.sizes() | told)
+    details = {"slack": report.slack, "step": run.step, "losses": list(run.loss[:4])}
+    return Trial(run.worst, case.sizes() | details)
 
 
 def _counterexample(draw: Random) -> Iterator[Trial | None]:
@@ -124,8 +124,8 @@ def _small_m(draw: Random) -> Trial:
 
 def _met(case: Case, given: Ingredients, condition: str) -> Trial:
     best = search_radii(condition, given)
-    told = {"binding": best.binding.name, "20N": 20 * given.samples}
-    return Trial(1.0 / best.slack, case.sizes() | told)
+    details = {"binding": best.binding.name, "20N": 20 * given.samples}
+    return Trial(1.0 / best.slack, case.sizes() | details)
 
 
 def _one_step(draw: Random, *, near: bool) -> tuple[Case, Ingredients, Radii, float] | None:

@@ -64,27 +64,27 @@ def bounds(
     numbers: dict[str, Any] = {"pairs": pairs, "draws": draws, "seed": seed}
     panels: dict[str, Any] = {}
     with error_console.status("") as status:
-        told = status.update
+        progress = status.update
         if weights is not None:
             model, whole = prepared(weights, data, root, split, device)
             say_if_fewer("--images", images, whole)
             dataset = whole.subset(range(min(images, len(whole))))
             _say_if_fewer_pairs(pairs, len(dataset))
             x = dataset.normalize(dataset.images[slice(0, len(dataset))]).to(device_of(device))
-            found = module.network_bounds(model, x, told=told, **numbers)
+            found = module.network_bounds(model, x, progress=progress, **numbers)
         else:
-            told("training a GEQ and an OptEq on the digits")
+            progress("training a GEQ and an OptEq on the digits")
             pair = module.demonstration_pair(width=width, epochs=epochs, seed=seed)
             there = len(pair[0].x)
             if images > there:
                 note(f"--images {images}: there are {there} training digits; all are taken.")
             _say_if_fewer_pairs(pairs, min(images, there))
             found = module.compare_bounds(
-                pair, margin=margin, delta=delta, images=images, told=told, **numbers
+                pair, margin=margin, delta=delta, images=images, progress=progress, **numbers
             )
             if out is not None:
                 panels = module.demonstration_curves(
-                    pair, images=images, draws=draws, margin=margin, seed=seed, told=told
+                    pair, images=images, draws=draws, margin=margin, seed=seed, progress=progress
                 )
     record = {**found.to_dict(), "curves": panels}
     written: list[Path] = []

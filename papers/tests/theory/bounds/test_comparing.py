@@ -47,7 +47,7 @@ def test_bad_options_of_the_pair() -> None:
 
 def test_comparing_the_pair(pair: tuple[Demonstration, Demonstration]) -> None:
     said: list[str] = []
-    found = compare_bounds(pair, images=8, pairs=2, draws=8, told=said.append)
+    found = compare_bounds(pair, images=8, pairs=2, draws=8, progress=said.append)
     assert [type(r).__name__ for r in found.reports].count("LipschitzReport") == 2
     assert [isinstance(r, MarginReport) for r in found.reports].count(True) == 2
     for r in (r for r in found.reports if isinstance(r, LipschitzReport)):

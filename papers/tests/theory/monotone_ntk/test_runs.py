@@ -123,14 +123,14 @@ def test_the_printed_theorem_3_3_5_breaks(broken: Outcome) -> None:
 
 
 def test_the_guaranteed_flow_keeps_its_rate() -> None:
-    told: list[float] = []
-    outcome = run_scenario("guaranteed-flow", progress=told.append)
+    calls: list[float] = []
+    outcome = run_scenario("guaranteed-flow", progress=calls.append)
     assert outcome.report.holds
     assert outcome.kept
     assert outcome.run.worst < 1
     assert outcome.run.loss[-1] < 1e-15
-    assert max(told) == pytest.approx(1.0)
-    assert min(told) >= 0.0
+    assert max(calls) == pytest.approx(1.0)
+    assert min(calls) >= 0.0
     for name, values in outcome.run.moved.items():
         assert max(values) < getattr(outcome.report.radii, name)
     assert min(outcome.run.features) >= outcome.run.lambda0 / 2

@@ -157,17 +157,17 @@ def test_however_much_is_held_the_kernel_is_the_same(
     model = mlp()
     x = torch.randn(samples, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     dense = empirical_ntk(model, x, outputs=choice)
-    told: list[tuple[int, int]] = []
+    calls: list[tuple[int, int]] = []
     with monkeypatch.context() as patch:
         patch.setattr(kernel, "_HELD", held)
         tight = empirical_ntk(
-            model, x, outputs=choice, batch_size=chunk, progress=lambda *done: told.append(done)
+            model, x, outputs=choice, batch_size=chunk, progress=lambda *done: calls.append(done)
         )
         cross = empirical_ntk(model, x, x[:2], outputs=choice, batch_size=chunk)
     torch.testing.assert_close(tight.matrix, dense.matrix)
     torch.testing.assert_close(cross.matrix, dense.matrix[:, : cross.matrix.shape[1]])
     assert torch.equal(tight.matrix, tight.matrix.mT)
-    assert told[-1][0] == told[-1][1]
+    assert calls[-1][0] == calls[-1][1]
     if choice == "all":
         torch.testing.assert_close(dense.matrix, by_jacrev(model, x))
 

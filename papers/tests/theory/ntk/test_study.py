@@ -26,15 +26,15 @@ def networks() -> dict[str, nn.Module]:
 
 def test_a_study_compares_with_the_first(tmp_path: Path) -> None:
     both, x, y = networks(), torch.randn(6, 4), torch.arange(6) % 3
-    told: list[tuple[int, int]] = []
-    study = study_kernels(both, x, y, layers=True, progress=lambda *a: told.append(a))
+    calls: list[tuple[int, int]] = []
+    study = study_kernels(both, x, y, layers=True, progress=lambda *a: calls.append(a))
     rows = study.rows()
     assert [row["network"] for row in rows] == ["start", "later"]
     assert rows[0]["drift"] == 0
     a, b = (empirical_ntk(m, x).matrix for m in both.values())
     assert rows[1]["drift"] == pytest.approx(float((a - b).norm() / a.norm()), rel=1e-5)
-    assert told[-1] == (12, 12)
-    assert [done for done, _ in told] == sorted(done for done, _ in told)
+    assert calls[-1] == (12, 12)
+    assert [done for done, _ in calls] == sorted(done for done, _ in calls)
     written = study.save(tmp_path)
     expected = {"ntk.json", "ntk.safetensors", "spectrum.png", "spectrum.svg"}
     assert {p.name for p in written} == expected == {p.name for p in tmp_path.iterdir()}

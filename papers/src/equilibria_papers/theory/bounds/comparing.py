@@ -20,7 +20,7 @@ from .margin import margin_report
 from .report import PAPERS_LAYERS, Provable, Report
 from .similarity import similarity_report
 
-Told = Callable[[str], None]  # Called with what is being done
+Progress = Callable[[str], None]  # Called with what is being done
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,19 +137,19 @@ def _of_layer(
     pairs: int,
     draws: int,
     generator: torch.Generator,
-    told: Told,
+    progress: Progress,
 ) -> list[Report]:
     """Propositions 3, 4 and 1; the similarity of the first ``pairs`` samples with the next ones."""
     count = min(pairs, len(x) // 2)
     if count < 1:
         raise ValueError(f"the output similarity needs two inputs or more, got {len(x)}.")
     how: dict[str, Any] = {"name": name, "generator": generator}
-    told(f"{name}: Lipschitz constants")
+    progress(f"{name}: Lipschitz constants")
     made: list[Report] = [lipschitz_report(layer, x, **how)]
-    told(f"{name}: output similarity")
+    progress(f"{name}: output similarity")
     made.append(similarity_report(layer, x[:count], x[count : 2 * count], draws=draws, **how))
     if isinstance(layer, GEQ):
-        told(f"{name}: feature map")
+        progress(f"{name}: feature map")
         made.append(feature_map_report(layer, x, name=name))
     return made
 
@@ -163,7 +163,7 @@ def compare_bounds(
     pairs: int = 4,
     draws: int = 256,
     seed: int = 0,
-    told: Told = lambda _: None,
+    progress: Progress = lambda _: None,
 ) -> Comparison:
     """Propositions 1 to 4 on layers with classifiers, such as ``demonstration_pair()``.
 
@@ -172,16 +172,16 @@ def compare_bounds(
         images: how many inputs the Lipschitz constants are measured on.
         pairs, draws: of inputs for the similarity, and how many U it draws.
         seed: of the draws and searches.
-        told: called with what is being done.
+        progress: called with what is being done.
     """
     generator = torch.Generator().manual_seed(seed)
     made: list[Report] = []
     for one in pair:
         name = "GEQ" if isinstance(one.layer, GEQ) else "OptEq"
-        told(f"{name}: margin bound")
+        progress(f"{name}: margin bound")
         how: dict[str, Any] = {"margin": margin, "delta": delta, "name": name}
         made.append(margin_report(one.layer, one.x, one.head, one.labels, **how))
-        made += _of_layer(one.layer, one.x[:images], name, pairs, draws, generator, told)
+        made += _of_layer(one.layer, one.x[:images], name, pairs, draws, generator, progress)
     return Comparison(tuple(made))
 
 
@@ -206,7 +206,7 @@ def network_bounds(
     pairs: int = 4,
     draws: int = 64,
     seed: int = 0,
-    told: Told = lambda _: None,
+    progress: Progress = lambda _: None,
 ) -> Comparison:
     """Propositions 1, 3 and 4 on every GEQ and OptEq of ``model``, at the inputs they get for x.
 
@@ -224,7 +224,7 @@ def network_bounds(
     made: list[Report] = []
     for name, (layer, given) in layers.items():
         named = name or type(layer).__name__
-        made += _of_layer(layer, given, named, pairs, draws, generator, told)
+        made += _of_layer(layer, given, named, pairs, draws, generator, progress)
     note = (
         "Proposition 2 is about one layer between the input and a linear classifier; it says "
         "nothing of a layer inside a network"

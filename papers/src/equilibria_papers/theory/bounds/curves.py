@@ -16,7 +16,7 @@ from equilibria.nn import GEQ, OptEq
 from equilibria.problems import FixedGamma, dense_norm
 from equilibria_papers.theory.pictures import COLORS, MARKERS, new_figure, on_log_axis, plain_ticks
 
-from .comparing import Demonstration, Told, fresh_pair
+from .comparing import Demonstration, Progress, fresh_pair
 from .lipschitz import LipschitzReport, lipschitz_report
 from .margin import MarginReport, margin_report
 from .report import Provable, Report, double
@@ -117,7 +117,7 @@ def lipschitz_curves(
     norms: Sequence[float] = NORMS,
     *,
     seed: int = 0,
-    told: Told = lambda _: None,
+    progress: Progress = lambda _: None,
 ) -> Curves:
     """Proposition 3 over μ = ‖W‖: bounds and measured constants of each layer, W rescaled.
 
@@ -128,7 +128,7 @@ def lipschitz_curves(
     for layer in layers:
         reports: list[LipschitzReport | None] = []
         for mu in norms:
-            told(f"Lipschitz constants at ‖W‖ = {mu:.2f}")
+            progress(f"Lipschitz constants at ‖W‖ = {mu:.2f}")
             if isinstance(layer, GEQ) or mu < 1.0:
                 reports.append(lipschitz_report(rescaled(layer, mu), x, generator=generator))
             else:
@@ -266,12 +266,12 @@ def demonstration_curves(
     draws: int = 128,
     margin: float = 0.05,
     seed: int = 0,
-    told: Told = lambda _: None,
+    progress: Progress = lambda _: None,
 ) -> dict[str, list[Curves]]:
     """{"lipschitz", "similarity", "margin"}: the panels of each picture."""
     x = pair[0].x[:images]
-    lipschitz = lipschitz_curves([one.layer for one in pair], x, seed=seed, told=told)
-    told("similarity over the angle")
+    lipschitz = lipschitz_curves([one.layer for one in pair], x, seed=seed, progress=progress)
+    progress("similarity over the angle")
     generator = torch.Generator().manual_seed(seed)
     random = torch.randn(_WIDTH, _WIDTH, generator=generator, dtype=torch.float64)
     random *= 0.9 / float(torch.linalg.matrix_norm(random, 2))
@@ -281,7 +281,7 @@ def demonstration_curves(
         similarity_curves(w, draws=draws, seed=seed, title=title)
         for w, title in ((random, "W random, ‖W‖ = 0.9"), (mean, mean_title))
     ]
-    told("margin bounds")
+    progress("margin bounds")
 
     def of_norm(mu: float) -> list[tuple[Provable, nn.Linear]]:
         return [(rescaled(one.layer, mu), one.head) for one in pair]
