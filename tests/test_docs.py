@@ -104,6 +104,14 @@ def test_the_headline_numbers_are_those_of_the_files() -> None:
     assert f"{spread(found['ResNet-18', 'CIFAR-10'])} (two seeds)" in readme
     assert f"{found['ResNet-18', 'CIFAR-100'][0]:.2f}%" in readme
     assert f"**{spread([100 * s['metrics']['accuracy'] for s in chain])}**" in readme
+    kernels = {
+        c["row"]: f"{c['mean']:.2f} ± {c['std']:.2f}"
+        for c in result("reproduce/ours-kernels--epochs=50.json")["cells"]
+        if c["metric"] == "accuracy" and c["n"] == 3
+    }
+    gaussian, linear = (kernels[f"chain, {kernel}, equal"] for kernel in ("Gaussian", "linear"))
+    assert f"({gaussian} and {linear}%, 50 epochs, three seeds)" in readme
+    assert f"twin has {kernels['chain, two convolutions: explicit twin']}%" in readme
     proven = result("certified_cifar/certified.json")
     assert f"**{proven['certified'][0]['accuracy']:.1%}**" in readme
     assert f"{proven['accuracy']:.1%} are right" in readme
