@@ -75,6 +75,12 @@ def test_equal_trainings_are_one_whatever_they_are_called() -> None:
     assert (second.job.data, second.missing) == ("x", "x")  # the same name is not the same training
 
 
+def test_a_table_that_is_stopped_has_every_row() -> None:
+    cells = describe("geq-table1").cells
+    found = [one.seed for one in plan(cells, Choices(seeds=(2, 0)))]
+    assert found == [2] * (len(found) // 2) + [0] * (len(found) // 2)
+
+
 def test_cells_of_several_tables() -> None:
     one, two = describe("geq-table1"), describe("kerdeq-table1")
     both = cells_asked([one, two])

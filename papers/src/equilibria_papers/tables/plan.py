@@ -165,7 +165,7 @@ def cells_asked(
 
 
 def plan(cells: Iterable[Cell], choices: Choices) -> list[Planned]:
-    """Every training that the cells need, each once, seeds innermost.
+    """Every training that the cells need, each once: all rows with the first seed, then the next.
 
     Cells may be those of several tables. What they measure of one training, whatever they call it,
     is united: it is one folder, and the weights are loaded once.
@@ -187,7 +187,7 @@ def plan(cells: Iterable[Cell], choices: Choices) -> list[Planned]:
             one = made.get(new.key, new)
             measures = tuple(dict.fromkeys((*one.job.measures, *new.job.measures)))
             made[new.key] = one.measuring(measures)
-    return list(made.values())
+    return sorted(made.values(), key=lambda one: choices.seeds.index(one.seed))
 
 
 def plan_of(job: Job, choices: Choices) -> list[Planned]:
