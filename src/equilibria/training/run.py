@@ -208,6 +208,13 @@ class Run(Checkpoint):
         place: dict[str, Any] = {"device": trainer.strategy.root_device}
         place |= {"rank": trainer.global_rank, "world": trainer.world_size}
         self.batches = TrainBatches(self.data, self.config, self.progress, **place)
+        done, steps = self.progress, self.batches.per_epoch
+        if done.step != done.epoch * steps + done.batch or done.batch > steps:
+            raise run_folder.CheckpointError(
+                f"{self.resume} belongs to a run on other data: its {done.step} steps are "
+                f"{done.epoch} epochs and {done.batch} batches, and an epoch has {steps} steps now "
+                f"({len(self.data.train):,} images). Give the data as they were, or start a new run."
+            )
         self.module = self._module(trainer)
         try:
             with self.request, processes.announced(self.folder.advice):
@@ -244,7 +251,7 @@ class Run(Checkpoint):
         own = [callback for callback in (self.average, count, self.bar) if callback is not None]
         joint = [processes.JointNorms()] if config.sync_batchnorm else []
         return pl.Trainer(
-            max_epochs=config.epochs - self.progress.epoch,
+            max_epochs=max(1, config.epochs - self.progress.epoch),
             accelerator=config.accelerator,
             devices=list(config.devices) if isinstance(config.devices, tuple) else config.devices,
             num_nodes=config.nodes,
@@ -306,9 +313,13 @@ class Run(Checkpoint):
 
     @property
     def finished(self) -> bool:
-        """Whether all epochs are done, or too many went by without a better one."""
+        """Whether all epochs are done, or too many went by without a better one.
+
+        An epoch that was begun is brought to its end: its weights have no other numbers.
+        """
         done, patience = len(self.history), self.config.early_stop or math.inf
-        return done >= self.config.epochs or done - _best_epoch(self.history) >= patience
+        enough = done >= self.config.epochs or done - _best_epoch(self.history) >= patience
+        return enough and not self.progress.batch
 
     def save(self, trainer: pl.Trainer) -> None:
         """Write last.ckpt, whole or not at all; also where the folder was removed under the run,

@@ -371,7 +371,8 @@ def check_checkpoint(
 ) -> None:
     saved = TrainConfig(**checkpoint[ENTRY]["config"])
     differ = {k: v for k, v in config.differences(saved).items() if k not in _FREE}
-    if config.schedule in ("constant", "step") and not config.half_steps:
+    shares = config.half_steps or config.warmup_share
+    if config.schedule in ("constant", "step") and not shares:
         differ.pop("epochs", None)  # nothing looks at the end of the run
     if config.warmup_share == saved.warmup_share:
         differ.pop("warmup", None)
