@@ -138,6 +138,8 @@ def pairs(name: str, given: list[str]) -> dict[str, Any]:
     """``key=value`` texts as a mapping; values are read as YAML."""
     import yaml  # type: ignore[import-untyped, unused-ignore]
 
+    from equilibria.training.config import plain
+
     found = {}
     for text in given:
         key, sign, value = text.partition("=")
@@ -146,7 +148,7 @@ def pairs(name: str, given: list[str]) -> dict[str, Any]:
                 f"{text!r}: expected key=value, such as depth=2.", param_hint=f"--{name}"
             )
         try:
-            found[key.strip()] = yaml.safe_load(value)
+            found[key.strip()] = plain(yaml.safe_load(value))
         except yaml.YAMLError:
             found[key.strip()] = value
     return found
