@@ -50,6 +50,9 @@ def test_other_files_are_passed_over(tmp_path: Path) -> None:
     (tmp_path / "train" / "a" / "notes.txt").write_text("x")
     (tmp_path / "train" / "a" / ".hidden.png").write_text("x")
     (tmp_path / "train" / ".git").mkdir()
+    copies = tmp_path / "train" / "a" / ".ipynb_checkpoints"  # Jupyter's, of files it has shown
+    copies.mkdir()
+    (copies / "0-checkpoint.png").write_bytes(png(pictures(1)[0]))
     (tmp_path / "train" / "__pycache__").mkdir()
     (tmp_path / "train" / "a" / "deep").mkdir()
     (tmp_path / "train" / "a" / "deep" / "z.PNG").write_bytes(png(pictures(1)[0]))

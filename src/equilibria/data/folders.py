@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 
 import torch
@@ -55,7 +55,7 @@ def read_class_folders(folder: Path, asked: str, card: DataCard | None) -> Found
             f"{folder}: {split} has {len(extra)} class(es) that train does not have: "
             f"{', '.join(extra[:5])}."
         )
-    images = {name: sorted(_images(path)) for name, path in inside.items()}
+    images = {name: sorted(files_in(path)) for name, path in inside.items()}
     empty = [path for name, path in inside.items() if not images[name]]
     if empty:
         kinds = ", ".join(sorted(SUFFIXES))
@@ -76,16 +76,16 @@ def _class_folders(folder: Path) -> dict[str, Path]:
     return {path.name: path for path in paths if not path.name.startswith((".", "__"))}
 
 
-def _images(folder: Path) -> Iterator[Path]:
-    return (path for path in folder.rglob("*") if _is_image(path))
+def files_in(folder: Path, suffixes: Set[str] = SUFFIXES) -> Iterator[Path]:
+    """The files of these endings in a folder and those in it, without what is hidden."""
+    for path in folder.rglob("*"):
+        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        if path.suffix.lower() in suffixes and not hidden:
+            yield path
 
 
 def _any_image(classes: dict[str, Path]) -> bool:
-    return any(True for folder in classes.values() for _ in _images(folder))
-
-
-def _is_image(path: Path) -> bool:
-    return path.suffix.lower() in SUFFIXES and not path.name.startswith(".")
+    return any(True for folder in classes.values() for _ in files_in(folder))
 
 
 def read_camvid(folder: Path, asked: str, card: DataCard | None) -> Found | None:
@@ -96,7 +96,7 @@ def read_camvid(folder: Path, asked: str, card: DataCard | None) -> Found | None
     if not there:
         return None
     split = resolve_split(asked, there, str(folder))
-    images = sorted(path for path in (folder / split).glob("*") if _is_image(path))
+    images = sorted(p for p in files_in(folder / split) if p.parent == folder / split)
     masks = [folder / f"{split}annot" / path.name for path in images]
     return _paired(images, masks, folder / split, split, card, camvid_ids())
 
