@@ -17,7 +17,13 @@ from typing import Any
 import pytest
 import torch
 
-from equilibria.training import CheckpointError, Interrupted, TrainConfig, TrainResult, read_checkpoint
+from equilibria.training import (
+    CheckpointError,
+    Interrupted,
+    TrainConfig,
+    TrainResult,
+    read_checkpoint,
+)
 from equilibria.training import run as run_module
 from equilibria.training.progress import StopRequest
 

@@ -213,7 +213,7 @@ class Run(Checkpoint):
             raise run_folder.CheckpointError(
                 f"{self.resume} belongs to a run on other data: its {done.step} steps are "
                 f"{done.epoch} epochs and {done.batch} batches, and an epoch has {steps} steps now "
-                f"({len(self.data.train):,} images). Give the data as they were, or start a new run."
+                f"({len(self.data.train):,} images). Give the data as they were, or begin anew."
             )
         self.module = self._module(trainer)
         try:
