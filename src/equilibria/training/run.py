@@ -179,7 +179,7 @@ class Run(Checkpoint):
         saved: dict[str, Any] = {}
         if self.resume is not None:
             saved = run_folder.read_checkpoint(self.resume)
-            run_folder.check_checkpoint(self.resume, saved, config, self.model)
+            run_folder.check_checkpoint(self.resume, saved, config, self.model, self.data)
             entry = self._restored = saved[run_folder.ENTRY]
             vars(self.progress).update(entry["progress"])  # in place: the bar holds it too
             self.history = [dict(row) for row in entry["history"]]
@@ -208,13 +208,6 @@ class Run(Checkpoint):
         place: dict[str, Any] = {"device": trainer.strategy.root_device}
         place |= {"rank": trainer.global_rank, "world": trainer.world_size}
         self.batches = TrainBatches(self.data, self.config, self.progress, **place)
-        done, steps = self.progress, self.batches.per_epoch
-        if done.step != done.epoch * steps + done.batch or done.batch > steps:
-            raise run_folder.CheckpointError(
-                f"{self.resume} belongs to a run on other data: its {done.step} steps are "
-                f"{done.epoch} epochs and {done.batch} batches, and an epoch has {steps} steps now "
-                f"({len(self.data.train):,} images). Give the data as they were, or begin anew."
-            )
         self.module = self._module(trainer)
         try:
             with self.request, processes.announced(self.folder.advice):
@@ -302,6 +295,7 @@ class Run(Checkpoint):
             "format": run_folder.FORMAT,
             "version": __version__,
             "config": self.config.to_dict(),
+            "images": len(self.data.train),
             "revision": self.config.model_revision,
             "progress": vars(self.progress).copy(),
             "history": [dict(row) for row in self.history],
