@@ -92,6 +92,13 @@ def test_folders_that_hold_no_data(tmp_path: Path) -> None:
         data.load(tmp_path)
 
 
+def test_a_split_of_two_names_is_refused(tmp_path: Path) -> None:
+    for name in ("train", "validation", "valid"):
+        write_class_folders(tmp_path / name, {"a": 2, "b": 2})
+    with pytest.raises(DataError, match=r"two names \(train, valid, validation\)"):
+        data.load(tmp_path)
+
+
 def test_classes_that_do_not_fit(tmp_path: Path) -> None:
     write_class_folders(tmp_path / "train", {"a": 2, "b": 2})
     write_class_folders(tmp_path / "test", {"a": 2, "z": 2})

@@ -8,17 +8,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .catalog import CITYSCAPES_IDS, IMAGENETTE_WNIDS, DataCard, camvid_ids, resolve_split
+from .catalog import CITYSCAPES_IDS, IMAGENETTE_WNIDS, DataCard, camvid_ids, resolve_split, split_of
 from .sources import IGNORE, DataError, Found
 
 SUFFIXES = frozenset(
     {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 )
-_SPLITS = {
-    "train": ("train", "training"),
-    "val": ("val", "valid", "validation"),
-    "test": ("test",),
-}
+_SPLITS = ("train", "training", "val", "valid", "validation", "test")
 
 
 def read_class_folders(folder: Path, asked: str, card: DataCard | None) -> Found | None:
@@ -27,20 +23,19 @@ def read_class_folders(folder: Path, asked: str, card: DataCard | None) -> Found
     Classes are numbered in the order of their folders' names, by the training split where there is
     one. A folder without splits is one set ("all"); ``load`` splits it.
     """
-    parts = {
-        split: _class_folders(folder / name)
-        for split, names in _SPLITS.items()
-        for name in names
-        if (folder / name).is_dir()
-    }
+    named = {name: _class_folders(folder / name) for name in _SPLITS if (folder / name).is_dir()}
     # A folder called train may be a class among others: then it has no folders of images. And
     # images that wait for their labels are no class.
-    known = set(parts.get("train", {"images"}))
-    parts = {
-        split: found
-        for split, found in parts.items()
+    known = set(named.get("training", named.get("train", {"images"})))
+    named = {
+        name: found
+        for name, found in named.items()
         if _any_image(found) and (set(found) != {"images"} or set(found) == known)
     }
+    parts = {split_of(name): found for name, found in named.items()}
+    if len(parts) < len(named):
+        both = ", ".join(named)
+        raise DataError(f"{folder} has one split under two names ({both}): keep one of them.")
     if parts:
         split = resolve_split(asked, tuple(parts), str(folder))
         inside, classes = parts[split], tuple(parts.get("train", parts[split]))

@@ -121,9 +121,9 @@ class ClassificationMetrics(_Counted):
         return {"accuracy": self.accuracy, **top, **rest}
 
     def to_dict(self) -> dict[str, Any]:
-        more = {"per_class": self.per_class, "ece": self.ece}
-        found = {**vars(self), **more, "mce": self.reliability.mce}
-        found["top_k"] = {"k": found.pop("k"), "accuracy": self.top_k}
+        more = {"per_class": self.per_class, "ece": self.ece, "mce": self.reliability.mce}
+        found = {**vars(self), **more, "top_k": {"k": self.k, "accuracy": self.top_k}}
+        del found["k"]
         return found
 
 
