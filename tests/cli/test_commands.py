@@ -321,6 +321,7 @@ def test_a_corrupt_image_is_named_and_refused_or_skipped(
     assert "bad.png" in said.replace("\n", "")
     assert "no such file" in cli.err("predict", trained, tmp_path / "none.png")
     (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "._0.png").write_bytes(b"macOS's notes on 0.png")
     assert "no image" in cli.err("predict", trained, tmp_path / "empty")
 
 

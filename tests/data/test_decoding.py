@@ -70,8 +70,23 @@ def test_gray_alpha_palettes_and_sixteen_bits_are_converted() -> None:
     data = saved(Image.fromarray(flat).convert("P", palette=Image.Palette.ADAPTIVE), "PNG")
     assert np.array_equal(decode_image(data, 3, None), flat.transpose(2, 0, 1))
     values = np.random.default_rng(0).integers(0, 2**16, (9, 14), dtype=np.uint16)
-    data = saved(Image.fromarray(values), "PNG")
-    assert np.array_equal(decode_image(data, 1, None)[0], (values >> 8).astype(np.uint8))
+    for kind in ("PNG", "TIFF", "PPM"):
+        data = saved(Image.fromarray(values), kind)
+        assert np.array_equal(decode_image(data, 1, None)[0], (values >> 8).astype(np.uint8))
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_palette_with_transparent_colors_needs_no_warning(channels: int) -> None:
+    image = Image.fromarray(COLOR).convert("P")
+    plain = decode_image(saved(image, "PNG"), channels, None)
+    image.info["transparency"] = bytes(range(256))
+    assert torch.equal(decode_image(saved(image, "PNG"), channels, None), plain)
+
+
+def test_colors_that_have_no_gray_are_refused_by_name() -> None:
+    data = saved(Image.fromarray(COLOR, "LAB"), "TIFF")
+    with pytest.raises(CorruptImageError, match=r"mode LAB.*not supported"):
+        decode_image(data, 1, None)
 
 
 def test_masks_keep_their_ids() -> None:

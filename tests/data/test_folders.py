@@ -50,6 +50,9 @@ def test_other_files_are_passed_over(tmp_path: Path) -> None:
     (tmp_path / "train" / "a" / "notes.txt").write_text("x")
     (tmp_path / "train" / "a" / ".hidden.png").write_text("x")
     (tmp_path / "train" / ".git").mkdir()
+    copies = tmp_path / "train" / "a" / ".ipynb_checkpoints"  # Jupyter's, of files it has shown
+    copies.mkdir()
+    (copies / "0-checkpoint.png").write_bytes(png(pictures(1)[0]))
     (tmp_path / "train" / "__pycache__").mkdir()
     (tmp_path / "train" / "a" / "deep").mkdir()
     (tmp_path / "train" / "a" / "deep" / "z.PNG").write_bytes(png(pictures(1)[0]))
@@ -86,6 +89,13 @@ def test_folders_that_hold_no_data(tmp_path: Path) -> None:
         data.load(tmp_path / "notes.txt")
     write_class_folders(tmp_path, {"a": 3})
     with pytest.raises(DataError, match=r"one class only \(a\).*two at least"):
+        data.load(tmp_path)
+
+
+def test_a_split_of_two_names_is_refused(tmp_path: Path) -> None:
+    for name in ("train", "validation", "valid"):
+        write_class_folders(tmp_path / name, {"a": 2, "b": 2})
+    with pytest.raises(DataError, match=r"two names \(train, valid, validation\)"):
         data.load(tmp_path)
 
 

@@ -142,6 +142,16 @@ def test_wrong_columns_are_named(
         data.load(tmp_path)
 
 
+@pytest.mark.parametrize("twice", ["image", "label"])
+def test_a_column_that_is_there_twice_is_named(tmp_path: Path, twice: str) -> None:
+    columns = {"image": pa.array([b"x", b"y"]), "label": pa.array([0, 1])}
+    names = [*columns, twice]
+    table = pa.Table.from_arrays([columns[name] for name in names], names=names)
+    pq.write_table(table, tmp_path / "train.parquet")
+    with pytest.raises(DataError, match=f"two columns '{twice}'"):
+        data.load(tmp_path)
+
+
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     write_split(tmp_path / "train-00000-of-00003.parquet")
     write_split(tmp_path / "train-00002-of-00003.parquet")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import (
     confusion_matrix,
@@ -18,6 +18,7 @@ from sklearn.metrics import (
     top_k_accuracy_score,
 )
 from torch import Tensor
+from torchmetrics.classification import MulticlassJaccardIndex
 
 from equilibria.evaluation import NonFiniteError, classification_metrics, segmentation_metrics
 from equilibria.evaluation.metrics import ClassificationMeter, SegmentationMeter, check_finite
@@ -133,6 +134,7 @@ def test_all_samples_not_finite() -> None:
     ignored=st.sampled_from([None, 0, 255, -100]),
     seed=st.integers(0, 10**6),
 )
+@example(count=2, classes=4, ignored=0, seed=0)
 def test_maps_against_numpy(count: int, classes: int, ignored: int | None, seed: int) -> None:
     draw = np.random.default_rng(seed)
     logits = draw.normal(size=(count, classes, 5, 7))
@@ -147,12 +149,16 @@ def test_maps_against_numpy(count: int, classes: int, ignored: int | None, seed:
     ious = []
     for k in range(classes):
         own, said = (target == k) & counts, (guess == k) & counts
-        union = (own | said).sum()
+        union = (own | said).sum() * (k != ignored)  # a class that is ignored is no class
         ious.append((own & said).sum() / union if union else math.nan)
     np.testing.assert_allclose(found.iou.numpy(), ious)
     assert found.pixels == counts.sum()
     if counts.any():
         assert found.miou == pytest.approx(np.nanmean(ious))
+        trained = MulticlassJaccardIndex(classes, ignore_index=ignored)  # what training shows
+        assert found.miou == pytest.approx(
+            float(trained(torch.from_numpy(logits), torch.from_numpy(target)))
+        )
         assert found.accuracy == pytest.approx((guess == target)[counts].mean())
     else:
         assert math.isnan(found.miou)

@@ -79,6 +79,9 @@ def test_what_is_read_as_something_else() -> None:
     options = TrainConfig(model_options={"solver": solver, "widths": (8, 16)}).model_options
     assert (options["solver"]["kind"], options["solver"]["max_steps"]) == ("Picard", 4)
     assert options["widths"] == [8, 16]
+    nested = {"solver": {"rtol": "1e-4"}, "gains": ["1.5e3", "-2E-1"], "name": "e1"}
+    options = TrainConfig(model_options=nested).model_options
+    assert options == {"solver": {"rtol": 1e-4}, "gains": [1500.0, -0.2], "name": "e1"}
 
 
 configs = st.fixed_dictionaries(

@@ -17,7 +17,13 @@ from typing import Any
 import pytest
 import torch
 
-from equilibria.training import Interrupted, TrainConfig, TrainResult, read_checkpoint
+from equilibria.training import (
+    CheckpointError,
+    Interrupted,
+    TrainConfig,
+    TrainResult,
+    read_checkpoint,
+)
 from equilibria.training import run as run_module
 from equilibria.training.progress import StopRequest
 
@@ -219,6 +225,32 @@ def test_more_epochs_where_the_schedule_allows_it(tmp_path: Path) -> None:
     run(config(tmp_path / "cut", epochs=2, **options))
     found = run(config(tmp_path / "cut", epochs=3, **options), resume=tmp_path / "cut")
     assert_same_run(found, whole)
+
+
+def test_another_number_of_epochs_would_warm_up_otherwise(tmp_path: Path) -> None:
+    options = {"schedule": "constant", "warmup": 0.5}
+    run(config(tmp_path, epochs=1, **options))
+    with pytest.raises(CheckpointError, match="epochs: now 2, then 1"):
+        run(config(tmp_path, epochs=2, **options), resume=tmp_path)
+
+
+@pytest.mark.parametrize("less", [{"epochs": 1}, {"early_stop": 1}])
+def test_weights_and_numbers_are_of_one_epoch(tmp_path: Path, less: dict[str, Any]) -> None:
+    """Stopped inside the third epoch, and resumed when the second should be the last."""
+    options = {"schedule": "constant", "lr": 2.5, "clip": 1.0, "epochs": 4}
+    with pytest.raises(Interrupted):
+        run(config(tmp_path, **options), callbacks=[SignalAt(15)])
+    found = run(config(tmp_path, **{**options, **less}), resume=tmp_path)
+    expected = run(config(tmp_path / "whole", **{**options, "epochs": 3}))
+    assert_same_run(found, expected)
+
+
+def test_other_data_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(Interrupted):
+        run(config(tmp_path), callbacks=[SignalAt(8)])
+    for count in (64, 96, 256):
+        with pytest.raises(CheckpointError, match=f"other data.* 192 images.* {count} now"):
+            run(config(tmp_path), resume=tmp_path, data=digits(count))
 
 
 def test_resume_in_the_folder_of_the_checkpoint_and_in_another(tmp_path: Path) -> None:

@@ -9,24 +9,12 @@ if TYPE_CHECKING:
     from .flags import as_flags, pairs
     from .loading import Batch, Device, Root, device_of, load, prepared
 
+# fmt: off
 __all__ = [
-    "Batch",
-    "Device",
-    "Root",
-    "as_flags",
-    "complain",
-    "device_of",
-    "error_console",
-    "fail",
-    "load",
-    "make_folder",
-    "output",
-    "pairs",
-    "prepared",
-    "print_json",
-    "stop",
-    "write_json",
+    "Batch", "Device", "Root", "as_flags", "complain", "device_of", "error_console", "fail", "load",
+    "make_folder", "output", "pairs", "prepared", "print_json", "stop", "write_json",
 ]
+# fmt: on
 
 
 def __getattr__(name: str) -> Any:

@@ -10,15 +10,12 @@ import typer
 from equilibria.engine.files import write_text
 
 from .console import check_file, say
-from .loading import Converged, Device, Weights, device_of, load, solver_of
+from .loading import Converged, Device, Images, Weights, device_of, load, solver_of
 
 
 def explain(
     weights: Weights,
-    images: Annotated[
-        list[Path],
-        typer.Argument(help="Image files, Parquet files with images, or folders of them."),
-    ],
+    images: Images,
     out: Annotated[Path, typer.Option(help="The page.")] = Path("explanation.html"),
     top: Annotated[int, typer.Option(min=1, help="How many classes an image.")] = 5,
     device: Device = None,

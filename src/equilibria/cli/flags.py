@@ -100,7 +100,7 @@ def with_flags(kind: type, panels: Sequence[str]) -> Callable[[Any], Any]:
 
 def from_flags(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
     """The given flags as values of the fields: lists and mappings are read from their text."""
-    import yaml  # type: ignore[import-untyped, unused-ignore]
+    from equilibria.training.yaml_values import parse_yaml
 
     hints = typing.get_type_hints(kind)
     found: dict[str, Any] = {}
@@ -113,11 +113,11 @@ def from_flags(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
         listed = typing.get_origin(hints[name]) is tuple or (tuple in kinds and "," in value)
         listed = listed and not value.lstrip().startswith("[")
         try:
-            found[name] = yaml.safe_load(f"[{value}]" if listed else value)
-        except yaml.YAMLError as error:
-            raise typer.BadParameter(
-                f"{value!r} cannot be read: {str(error).splitlines()[0]}.", param_hint=_flag(name)
-            ) from None
+            found[name] = parse_yaml(f"[{value}]" if listed else value)
+        except ValueError as error:
+            why = str(error).splitlines()[0].rstrip(".")
+            said = f"{value!r} cannot be read: {why}."
+            raise typer.BadParameter(said, param_hint=_flag(name)) from None
     return found
 
 
@@ -136,7 +136,8 @@ def numbers(
 
 def pairs(name: str, given: list[str]) -> dict[str, Any]:
     """``key=value`` texts as a mapping; values are read as YAML."""
-    import yaml  # type: ignore[import-untyped, unused-ignore]
+    from equilibria.training.config import plain
+    from equilibria.training.yaml_values import parse_yaml
 
     found = {}
     for text in given:
@@ -146,7 +147,7 @@ def pairs(name: str, given: list[str]) -> dict[str, Any]:
                 f"{text!r}: expected key=value, such as depth=2.", param_hint=f"--{name}"
             )
         try:
-            found[key.strip()] = yaml.safe_load(value)
-        except yaml.YAMLError:
+            found[key.strip()] = plain(parse_yaml(value))
+        except ValueError:
             found[key.strip()] = value
     return found

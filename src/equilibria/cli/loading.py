@@ -22,6 +22,10 @@ Weights = Annotated[
         "evaluate, predict and serve, an exported .onnx file."
     ),
 ]
+Images = Annotated[
+    list[Path],
+    typer.Argument(help="Image files, Parquet files with images, or folders of them."),
+]
 Device = Annotated[
     str | None, typer.Option(help="cpu, cuda, cuda:1 …; a GPU where there is one if not given.")
 ]

@@ -10,15 +10,12 @@ import typer
 from equilibria.engine import write_json
 
 from .console import check_file, fail, print_json, print_table, say
-from .loading import Batch, Converged, Device, Json, Weights, device_of, load, solver_of
+from .loading import Batch, Converged, Device, Images, Json, Weights, device_of, load, solver_of
 
 
 def predict(
     weights: Weights,
-    images: Annotated[
-        list[Path],
-        typer.Argument(help="Image files, Parquet files with images, or folders of them."),
-    ],
+    images: Images,
     top: Annotated[int, typer.Option(min=1, help="How many labels an image.")] = 1,
     batch_size: Batch = 64,
     device: Device = None,

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from equilibria.training.config import TrainConfig
+from equilibria.training.yaml_values import parse_yaml
 
 from .console import complain, fail, print_json, print_table, say, stop
 from .flags import from_flags, pairs, with_flags
@@ -162,11 +163,8 @@ def _check_default_data(model: str, config: Path | None, given: dict[str, Any]) 
 
     if "data" in given or model not in models.names():
         return
-    if config is not None:
-        import yaml  # type: ignore[import-untyped, unused-ignore]
-
-        if "data" in (yaml.safe_load(config.read_text("utf-8")) or {}):
-            return
+    if config is not None and "data" in (parse_yaml(config.read_text("utf-8")) or {}):
+        return
     card, usual = models.describe(model), data.describe(TrainConfig().data)
     made_for = (card.task, card.in_channels, card.image_size)
     if made_for == (usual.task, usual.channels, usual.image_size):

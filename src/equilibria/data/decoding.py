@@ -124,7 +124,7 @@ def _opened(data: bytes) -> Any:
 
 def _eight_bits(image: Any) -> Any:
     """Sixteen bits of gray as eight; Pillow would clip them instead."""
-    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):
         with needs("numpy", "Decoding images of 16 bits"):
             import numpy as np
         return _pillow().fromarray((np.asarray(image).astype(np.uint32) >> 8).astype(np.uint8))
@@ -137,8 +137,12 @@ def _eight_bits(image: Any) -> Any:
 
 def _pixels(image: Any, channels: int, size: int | None, square: bool) -> Tensor:
     mode = "L" if channels == 1 else "RGB"
-    image = _resized(image if image.mode == mode else image.convert(mode), size, square)
-    return _tensor(image).permute(2, 0, 1)
+    image.info.pop("transparency", None)  # not shown, and Pillow would warn of some palettes
+    try:
+        converted = image if image.mode == mode else image.convert(mode)
+    except ValueError as error:
+        raise CorruptImageError(f"pixels of mode {image.mode}: {error}") from None
+    return _tensor(_resized(converted, size, square)).permute(2, 0, 1)
 
 
 def _tensor(image: Any) -> Tensor:

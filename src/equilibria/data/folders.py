@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from .catalog import CITYSCAPES_IDS, IMAGENETTE_WNIDS, DataCard, camvid_ids, resolve_split
+from .catalog import CITYSCAPES_IDS, IMAGENETTE_WNIDS, DataCard, camvid_ids, resolve_split, split_of
 from .sources import IGNORE, DataError, Found
 
 SUFFIXES = frozenset(
     {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 )
-_SPLITS = {
-    "train": ("train", "training"),
-    "val": ("val", "valid", "validation"),
-    "test": ("test",),
-}
+_SPLITS = ("train", "training", "val", "valid", "validation", "test")
 
 
 def read_class_folders(folder: Path, asked: str, card: DataCard | None) -> Found | None:
@@ -27,20 +23,19 @@ def read_class_folders(folder: Path, asked: str, card: DataCard | None) -> Found
     Classes are numbered in the order of their folders' names, by the training split where there is
     one. A folder without splits is one set ("all"); ``load`` splits it.
     """
-    parts = {
-        split: _class_folders(folder / name)
-        for split, names in _SPLITS.items()
-        for name in names
-        if (folder / name).is_dir()
-    }
+    named = {name: _class_folders(folder / name) for name in _SPLITS if (folder / name).is_dir()}
     # A folder called train may be a class among others: then it has no folders of images. And
     # images that wait for their labels are no class.
-    known = set(parts.get("train", {"images"}))
-    parts = {
-        split: found
-        for split, found in parts.items()
+    known = set(named.get("training", named.get("train", {"images"})))
+    named = {
+        name: found
+        for name, found in named.items()
         if _any_image(found) and (set(found) != {"images"} or set(found) == known)
     }
+    parts = {split_of(name): found for name, found in named.items()}
+    if len(parts) < len(named):
+        both = ", ".join(named)
+        raise DataError(f"{folder} has one split under two names ({both}): keep one of them.")
     if parts:
         split = resolve_split(asked, tuple(parts), str(folder))
         inside, classes = parts[split], tuple(parts.get("train", parts[split]))
@@ -55,7 +50,7 @@ def read_class_folders(folder: Path, asked: str, card: DataCard | None) -> Found
             f"{folder}: {split} has {len(extra)} class(es) that train does not have: "
             f"{', '.join(extra[:5])}."
         )
-    images = {name: sorted(_images(path)) for name, path in inside.items()}
+    images = {name: sorted(files_in(path)) for name, path in inside.items()}
     empty = [path for name, path in inside.items() if not images[name]]
     if empty:
         kinds = ", ".join(sorted(SUFFIXES))
@@ -76,16 +71,16 @@ def _class_folders(folder: Path) -> dict[str, Path]:
     return {path.name: path for path in paths if not path.name.startswith((".", "__"))}
 
 
-def _images(folder: Path) -> Iterator[Path]:
-    return (path for path in folder.rglob("*") if _is_image(path))
+def files_in(folder: Path, suffixes: Set[str] = SUFFIXES) -> Iterator[Path]:
+    """The files of these endings in a folder and those in it, without what is hidden."""
+    for path in folder.rglob("*"):
+        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        if path.suffix.lower() in suffixes and not hidden:
+            yield path
 
 
 def _any_image(classes: dict[str, Path]) -> bool:
-    return any(True for folder in classes.values() for _ in _images(folder))
-
-
-def _is_image(path: Path) -> bool:
-    return path.suffix.lower() in SUFFIXES and not path.name.startswith(".")
+    return any(True for folder in classes.values() for _ in files_in(folder))
 
 
 def read_camvid(folder: Path, asked: str, card: DataCard | None) -> Found | None:
@@ -96,7 +91,7 @@ def read_camvid(folder: Path, asked: str, card: DataCard | None) -> Found | None
     if not there:
         return None
     split = resolve_split(asked, there, str(folder))
-    images = sorted(path for path in (folder / split).glob("*") if _is_image(path))
+    images = sorted(p for p in files_in(folder / split) if p.parent == folder / split)
     masks = [folder / f"{split}annot" / path.name for path in images]
     return _paired(images, masks, folder / split, split, card, camvid_ids())
 

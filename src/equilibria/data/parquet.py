@@ -168,8 +168,11 @@ class ParquetFiles:
     def choose(self, fitting: Sequence[str], usual: Sequence[str], wanted: str) -> str:
         """The column with a usual name, or the only one that fits."""
         named = [name for name in usual if name in fitting]
-        if named or len(fitting) == 1:
-            return [*named, *fitting][0]
+        if named or len(set(fitting)) == 1:
+            name = [*named, *fitting][0]
+            if self.schema.names.count(name) > 1:
+                raise DataError(f"{self.paths[0]} has two columns {name!r}: rename one of them.")
+            return name
         if fitting:
             what = f": which of {', '.join(fitting)} is {wanted}? Rename it to {usual[0]}."
         else:

@@ -121,9 +121,9 @@ class ClassificationMetrics(_Counted):
         return {"accuracy": self.accuracy, **top, **rest}
 
     def to_dict(self) -> dict[str, Any]:
-        more = {"per_class": self.per_class, "ece": self.ece}
-        found = {**vars(self), **more, "mce": self.reliability.mce}
-        found["top_k"] = {"k": found.pop("k"), "accuracy": self.top_k}
+        more = {"per_class": self.per_class, "ece": self.ece, "mce": self.reliability.mce}
+        found = {**vars(self), **more, "top_k": {"k": self.k, "accuracy": self.top_k}}
+        del found["k"]
         return found
 
 
@@ -132,12 +132,15 @@ class SegmentationMetrics(_Counted):
     """Over all pixels that count; NaN where none does."""
 
     pixels: int
+    ignore_index: int | None = None
 
     @property
     def iou(self) -> Tensor:
-        """[K]; NaN for a class that neither occurs nor was predicted."""
+        """[K]; NaN for a class that neither occurs nor was predicted, and for ``ignore_index``."""
         hit = self.confusion.diagonal().double()
-        return hit / (self._occurring + self.confusion.sum(0) - hit)
+        counts = torch.arange(len(hit)) != (-1 if self.ignore_index is None else self.ignore_index)
+        found = hit / (self._occurring + self.confusion.sum(0) - hit)
+        return found.where(counts, torch.nan)
 
     @property
     def miou(self) -> float:
@@ -264,7 +267,8 @@ class SegmentationMeter(_Meter):
 
     def compute(self) -> SegmentationMetrics:
         both = self._read()
-        return SegmentationMetrics(**both, pixels=int(both["confusion"].sum() + both["lost"].sum()))
+        pixels = int(both["confusion"].sum() + both["lost"].sum())
+        return SegmentationMetrics(**both, pixels=pixels, ignore_index=self.ignore_index)
 
 
 def classification_metrics(

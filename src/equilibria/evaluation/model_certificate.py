@@ -115,7 +115,6 @@ def _part(
         error_bound=unknown,
         rounding=unknown,
         contraction=None,
-        modulus=None,
         lipschitz=None,
         lipschitz_note="not known",
         solver=found.summary(),

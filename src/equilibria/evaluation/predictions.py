@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from equilibria.data import read_image
-from equilibria.data.folders import SUFFIXES
+from equilibria.data.folders import SUFFIXES, files_in
 from equilibria.data.parquet import parquet_images
 from equilibria.data.sources import Encoded
 from equilibria.engine.solver import SolverOptions
@@ -100,7 +100,7 @@ def _files(paths: Iterable[str | Path]) -> list[Encoded]:
     for path in map(Path, paths):
         inside = [path]
         if path.is_dir():
-            inside = sorted(p for p in path.rglob("*") if p.suffix.lower() in known)
+            inside = sorted(files_in(path, known))
             if not inside:
                 kinds = ", ".join(sorted(known))
                 raise ValueError(f"{path}: the folder holds no image ({kinds}).")

@@ -26,17 +26,13 @@ if TYPE_CHECKING:
     from .run import Run, TrainResult, fit
     from .run_folder import CheckpointError, RunExistsError, read_checkpoint
 
-__all__ = ["CheckpointError", "EquilibriumModule", "GraphedModel", "Interrupted", "NonFiniteLoss"]
-__all__ += [
-    "ProcessLostError",
-    "Run",
-    "RunExistsError",
-    "RunInUseError",
-    "SaveError",
-    "TrainConfig",
-    "TrainResult",
+# fmt: off
+__all__ = [
+    "CheckpointError", "EquilibriumModule", "GraphedModel", "Interrupted", "NonFiniteLoss",
+    "ProcessLostError", "Run", "RunExistsError", "RunInUseError", "SaveError", "TrainConfig",
+    "TrainResult", "WeightAverage", "fit", "read_checkpoint", "settle_norms",
 ]
-__all__ += ["WeightAverage", "fit", "read_checkpoint", "settle_norms"]
+# fmt: on
 
 
 def __getattr__(name: str) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -72,16 +73,19 @@ def _number(value: Any) -> Any:
         return value
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """``value`` in the types of YAML, and texts such as "1e-3" as the numbers that they mean."""
     if isinstance(value, Mapping):
-        return {str(name): _plain(item) for name, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else to_json(value)
+        return {str(name): plain(item) for name, item in value.items()}
+    if isinstance(value, str):
+        return float(value) if re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+", value) else value
+    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else to_json(value)
 
 
 def _model_options(value: Any) -> Any:
     if not isinstance(value, Mapping):
         refuse("model_options", value, "expected a mapping from option to value", OptionTypeError)
-    return _plain(value)
+    return plain(value)
 
 
 def _augment(value: Any) -> tuple[Any, ...]:
@@ -89,12 +93,12 @@ def _augment(value: Any) -> tuple[Any, ...]:
     if isinstance(value, str) or not isinstance(value, Sequence):
         example = "['crop', 'flip'] or [{'crop': {'padding': 2}}, 'flip']"
         refuse("augment", value, f"expected a list such as {example}", OptionTypeError)
-    plain = tuple(_plain(entry) for entry in value)
+    entries = tuple(plain(entry) for entry in value)
     try:
-        build_augmentation(plain, num_classes=2)  # its errors know every name and option
+        build_augmentation(entries, num_classes=2)  # its errors know every name and option
     except (TypeError, ValueError) as error:
         raise OptionError("TrainConfig", {"augment": value}, f": {error}") from error
-    return plain
+    return entries
 
 
 def _loggers(value: Any) -> tuple[str, ...]:

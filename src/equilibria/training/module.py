@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
 
 import lightning.pytorch as pl
@@ -61,6 +61,7 @@ class EquilibriumModule(pl.LightningModule):
         super().__init__()
         self.model, self.config = model, config
         self.task, self.ignore_index = task, ignore_index
+        self._ignored = -100 if ignore_index is None else ignore_index  # torch's own: no label
         self.total_steps, self.steps_per_epoch = total_steps, steps_per_epoch
         self.step = 0
         """Optimizer steps taken since the run began."""
@@ -142,13 +143,11 @@ class EquilibriumModule(pl.LightningModule):
     def _cross_entropy(self, logits: Tensor, y: Tensor, smoothing: float, reduction: str) -> Tensor:
         # In float32 or better whatever the precision: exponentials of bfloat16 logits are coarse.
         work = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        ignored = -100 if self.ignore_index is None else self.ignore_index
-        options: dict[str, Any] = {"ignore_index": ignored, "reduction": reduction}
+        options: dict[str, Any] = {"ignore_index": self._ignored, "reduction": reduction}
         return nn.functional.cross_entropy(work, y, label_smoothing=smoothing, **options)
 
     def _counted(self, y: Tensor) -> Tensor:
-        every = torch.ones_like(y, dtype=torch.bool)
-        return every if self.ignore_index is None else y != self.ignore_index
+        return y != self._ignored
 
     def on_fit_start(self) -> None:
         if self.config.cuda_graphs and self.device.type != "cuda":
@@ -327,7 +326,6 @@ class JacobianPenalty:
             what = f"{type(unknown[0]).__name__} shows none" if unknown else "there is none"
             why = f"it needs layers whose map is known, and {what} in {type(model).__name__}"
             refuse("jacobian_weight", weight, f"{why}; leave it at 0")
-
         self.active = bool(self._others) or any(layer.jacobian_weight for layer in own)
         """Whether there is anything to penalize."""
 
@@ -343,13 +341,10 @@ class JacobianPenalty:
         def note(layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
             seen.append((layer, inputs[0], output))
 
-        handles = [layer.register_forward_hook(note) for layer in self._others]
-        try:
-            with collect_penalties(self._model) as own:
-                yield found
-        finally:
-            for handle in handles:
-                handle.remove()
+        with ExitStack() as hooks, collect_penalties(self._model) as own:
+            for layer in self._others:
+                hooks.enter_context(layer.register_forward_hook(note))
+            yield found
         found += [self.weight * _penalty(*one).mean() for one in seen]
         if len(own):
             found.append(torch.as_tensor(own.total()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -84,14 +85,13 @@ def examine(
             first.append({"module": names[module], "kind": type(module).__name__})
 
     names = {module: name for name, module in model.named_modules() if name}
-    handles = [module.register_forward_hook(look) for module in names]
     try:
-        with observe(model) as seen, warnings.catch_warnings():
+        with observe(model) as seen, warnings.catch_warnings(), ExitStack() as hooks:
             warnings.simplefilter("ignore", ConvergenceWarning)  # it is what the report is about
+            for module in names:
+                hooks.enter_context(module.register_forward_hook(look))
             logits = model.forward(x)  # not through a compiled call, which shows no layers
     finally:
-        for handle in handles:
-            handle.remove()
         for buffer, before in buffers:
             buffer.copy_(before)
     each = losses(logits, y)

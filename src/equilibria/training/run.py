@@ -179,7 +179,7 @@ class Run(Checkpoint):
         saved: dict[str, Any] = {}
         if self.resume is not None:
             saved = run_folder.read_checkpoint(self.resume)
-            run_folder.check_checkpoint(self.resume, saved, config, self.model)
+            run_folder.check_checkpoint(self.resume, saved, config, self.model, self.data)
             entry = self._restored = saved[run_folder.ENTRY]
             vars(self.progress).update(entry["progress"])  # in place: the bar holds it too
             self.history = [dict(row) for row in entry["history"]]
@@ -244,7 +244,7 @@ class Run(Checkpoint):
         own = [callback for callback in (self.average, count, self.bar) if callback is not None]
         joint = [processes.JointNorms()] if config.sync_batchnorm else []
         return pl.Trainer(
-            max_epochs=config.epochs - self.progress.epoch,
+            max_epochs=max(1, config.epochs - self.progress.epoch),
             accelerator=config.accelerator,
             devices=list(config.devices) if isinstance(config.devices, tuple) else config.devices,
             num_nodes=config.nodes,
@@ -295,6 +295,7 @@ class Run(Checkpoint):
             "format": run_folder.FORMAT,
             "version": __version__,
             "config": self.config.to_dict(),
+            "images": len(self.data.train),
             "revision": self.config.model_revision,
             "progress": vars(self.progress).copy(),
             "history": [dict(row) for row in self.history],
@@ -306,9 +307,13 @@ class Run(Checkpoint):
 
     @property
     def finished(self) -> bool:
-        """Whether all epochs are done, or too many went by without a better one."""
+        """Whether all epochs are done, or too many went by without a better one.
+
+        An epoch that was begun is brought to its end: its weights have no other numbers.
+        """
         done, patience = len(self.history), self.config.early_stop or math.inf
-        return done >= self.config.epochs or done - _best_epoch(self.history) >= patience
+        enough = done >= self.config.epochs or done - _best_epoch(self.history) >= patience
+        return enough and not self.progress.batch
 
     def save(self, trainer: pl.Trainer) -> None:
         """Write last.ckpt, whole or not at all; also where the folder was removed under the run,

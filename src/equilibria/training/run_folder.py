@@ -367,11 +367,12 @@ def _check_values(found: Any) -> None:
 
 
 def check_checkpoint(
-    path: Path, checkpoint: Mapping[str, Any], config: TrainConfig, model: nn.Module
+    path: Path, checkpoint: Mapping[str, Any], config: TrainConfig, model: nn.Module, data: RunData
 ) -> None:
     saved = TrainConfig(**checkpoint[ENTRY]["config"])
     differ = {k: v for k, v in config.differences(saved).items() if k not in _FREE}
-    if config.schedule in ("constant", "step") and not config.half_steps:
+    shares = config.half_steps or config.warmup_share
+    if config.schedule in ("constant", "step") and not shares:
         differ.pop("epochs", None)  # nothing looks at the end of the run
     if config.warmup_share == saved.warmup_share:
         differ.pop("warmup", None)
@@ -381,6 +382,13 @@ def check_checkpoint(
             f"{path} belongs to a run with other options:\n"
             + "\n".join(rows)
             + "\nResume with the configuration saved beside it (config.yaml), or start a new run."
+        )
+    now = len(data.train)
+    then = checkpoint[ENTRY].get("images", now)  # earlier checkpoints do not say
+    if then != now:
+        raise CheckpointError(
+            f"{path} belongs to a run on other data: it trained on {then:,} images, and there are "
+            f"{now:,} now. Give the data as they were, or start a new run."
         )
     then, now = checkpoint[ENTRY].get("revision", 0), config.model_revision
     if then != now:

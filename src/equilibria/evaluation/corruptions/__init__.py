@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from equilibria.engine.options import hint
 
 from . import distortions, weather
 from .filters import ImageNoise
@@ -69,9 +70,8 @@ def check_kinds(kinds: Any) -> tuple[str, ...]:
         raise ValueError("kinds is empty: name at least one corruption, or None for all 19.")
     for name in names:
         if name not in CORRUPTIONS:
-            close = difflib.get_close_matches(str(name), CORRUPTIONS, n=1)
-            hint = f" Did you mean '{close[0]}'?" if close else ""
-            raise ValueError(f"no corruption is called {name!r}.{hint} Known: {list(CORRUPTIONS)}.")
+            near = hint(str(name), CORRUPTIONS)
+            raise ValueError(f"no corruption is called {name!r}.{near} Known: {list(CORRUPTIONS)}.")
     return names
 
 

@@ -8,18 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from equilibria.data.augmentation import gray
+
 from .distortions import motion
 from .filters import ImageNoise, correlate, gaussian, zoom
-
-_LUMINANCE = (0.299, 0.587, 0.114)
-
-
-def luminance(x: Tensor) -> Tensor:
-    """[N, 1, H, W]: 0.299 R + 0.587 G + 0.114 B; a gray image is its own."""
-    if x.shape[1] == 1:
-        return x
-    weights = torch.tensor(_LUMINANCE, dtype=x.dtype, device=x.device)
-    return (x * weights[:, None, None]).sum(1, keepdim=True)
 
 
 def snow(x: Tensor, constants: tuple[float, ...], noise: ImageNoise) -> Tensor:
@@ -30,7 +22,7 @@ def snow(x: Tensor, constants: tuple[float, ...], noise: ImageNoise) -> Tensor:
     flakes = torch.where(flakes < threshold, 0.0, flakes).to(x.dtype)
     angle = 90.0 * noise.uniform(1) - 135.0
     flakes = motion(flakes, int(radius), sigma, angle)
-    white = torch.maximum(x, 1.5 * luminance(x) + 0.5)
+    white = torch.maximum(x, 1.5 * gray(x) + 0.5)
     return kept * x + (1 - kept) * white + flakes + flakes.flip(-2, -1)
 
 
@@ -79,7 +71,7 @@ def frost(x: Tensor, constants: tuple[float, float], noise: ImageNoise) -> Tenso
     """a·x + b·frost, with a texture made for each image (see ``frost_texture``)."""
     image, ice = constants
     texture = frost_texture(x.shape[-2], x.shape[-1], noise).to(x.dtype)
-    return image * x + ice * (texture if x.shape[1] == 3 else luminance(texture))
+    return image * x + ice * (texture if x.shape[1] == 3 else gray(texture))
 
 
 _CRYSTALS = 24
@@ -185,7 +177,7 @@ def spatter(x: Tensor, constants: tuple[float, ...], noise: ImageNoise) -> Tenso
 
 def _color(rgb: tuple[float, float, float], x: Tensor) -> Tensor:
     color = torch.tensor(rgb, dtype=x.dtype, device=x.device).reshape(1, 3, 1, 1) / 255
-    return color if x.shape[1] == 3 else luminance(color)
+    return color if x.shape[1] == 3 else gray(color)
 
 
 def _water(liquid: Tensor) -> Tensor:
