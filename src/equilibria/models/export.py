@@ -36,6 +36,7 @@ from equilibria.nn import frozen_copy, observe
 from equilibria.nn.observing import report
 
 from .network import ModelConfig, Network
+from .prediction import Prediction
 from .weights import MOST_TEXT, ModelFileError, dequantize, quantize
 
 FORMAT = "equilibria-export/1"
@@ -354,6 +355,21 @@ class OnnxNetwork(Network):
         self.side = self.preprocessing.size
         self.steps, self.early_stop = int(about["steps"]), bool(about["early_stop"])
         self._session = session
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OnnxNetwork:
+        """The session cannot be copied, and holds nothing that changes: copies share it."""
+        memo[id(self._session)] = self._session
+        made: OnnxNetwork = nn.Module.__new__(type(self))
+        made.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return made
+
+    def predict_normalized(self, x: Tensor, **options: Any) -> list[Prediction]:
+        for name in ("certify", "stop"):
+            if options.get(name):
+                raise ValueError(
+                    f"{name}={options[name]!r}: a network in an ONNX file has no layers to certify."
+                )
+        return super().predict_normalized(x, **options)
 
     def logits(self, x: Tensor) -> Tensor:
         found = self._session.run(None, {"images": x.detach().cpu().float().contiguous().numpy()})

@@ -84,10 +84,13 @@ def save(
     """
     network: Any = getattr(model, "_orig_mod", model)
     config = getattr(network, "config", None)
-    if not isinstance(config, ModelConfig):
+    known = isinstance(config, ModelConfig)
+    weights = network.state_dict(keep_vars=True) if known else {}
+    if not weights:  # an ONNX file's are in its graph
         raise TypeError(
             f"models.save takes a network made by models.create, got {type(network).__name__} "
-            "without a configuration. For a module of your own use safetensors.torch.save_model."
+            f"without {'weights' if known else 'a configuration'}. For a module of your own use "
+            "safetensors.torch.save_model."
         )
     if any(getattr(module, "lost_constraints", False) for module in network.modules()):
         raise ValueError(
@@ -106,7 +109,7 @@ def save(
         "extra": _extra_text(network.extra if extra is None else extra),
     }
     stored: dict[str, Tensor] = {}
-    for name, value in network.state_dict(keep_vars=True).items():
+    for name, value in weights.items():
         stored |= _encoded(name, value, dtype)
     if dtype == torch.int8:
         quantized = [name for name, value in stored.items() if value.dtype == torch.int8]
