@@ -463,9 +463,8 @@ def _in_full(path: Place, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
         made[name] = dequantize(whole, scale)
         unusable = scale[~(torch.isfinite(scale) & (scale > 0))]
         if unusable.numel():
-            why = (
-                f"a scale of {name} is {float(unusable[0]):.3g}, expected a positive finite number"
-            )
+            found = f"{float(unusable[0]):.3g}"
+            why = f"a scale of {name} is {found}, expected a positive finite number"
         elif bool((whole < -_LARGEST).any()):
             why = f"{name} holds {int(whole.min())}, expected −{_LARGEST} to {_LARGEST}"
         elif not _finite(made[name]):

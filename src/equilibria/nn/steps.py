@@ -72,9 +72,7 @@ def calibrate_steps(
     trial = set_steps(copy.deepcopy(model), steps).eval()
     for layer in solver_layers(model).values():
         own = layer.solver
-        plain = isinstance(own, Picard) or (
-            isinstance(own, ProximalGradient) and not own.accelerate
-        )
+        plain = isinstance(own, (Picard, ProximalGradient)) and not getattr(own, "accelerate", 0)
         if not isinstance(layer, EquilibriumLayer) or not plain:
             raise ValueError(
                 f"calibrate_steps: {type(layer).__name__} with {own!r} has no step τ; expected a "
