@@ -364,11 +364,8 @@ class OnnxNetwork(Network):
         return made
 
     def predict_normalized(self, x: Tensor, **options: Any) -> list[Prediction]:
-        for name in ("certify", "stop"):
-            if options.get(name):
-                raise ValueError(
-                    f"{name}={options[name]!r}: a network in an ONNX file has no layers to certify."
-                )
+        if options.get("certify") or options.get("stop"):
+            raise ValueError("certify=True and stop= need layers, and an ONNX file has none.")
         return super().predict_normalized(x, **options)
 
     def logits(self, x: Tensor) -> Tensor:

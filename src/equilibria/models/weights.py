@@ -83,7 +83,7 @@ def save(
         The path.
     """
     network: Any = getattr(model, "_orig_mod", model)
-    config = getattr(network, "config", None)
+    config: Any = getattr(network, "config", None)
     known = isinstance(config, ModelConfig)
     weights = network.state_dict(keep_vars=True) if known else {}
     if not weights:  # an ONNX file's are in its graph
