@@ -78,9 +78,8 @@ def worst(codes: Sequence[Tensor]) -> Tensor:
 def combine(parts: Sequence[Solution[Tensor]]) -> BranchSolution:
     """One Solution out of those of the branches, in their order."""
     stats = [part.stats for part in parts]
-    backward: BackwardStats = BackwardStats()
-    if not torch.compiler.is_compiling():
-        backward = _BranchBackward([s.backward for s in stats])
+    traced = torch.compiler.is_compiling()
+    backward = BackwardStats() if traced else _BranchBackward([s.backward for s in stats])
     together = Stats(
         steps=torch.stack([s.steps for s in stats]).amax(0),
         residual=sample_norm([s.residual for s in stats]),
