@@ -114,7 +114,12 @@ def export(
         try:
             sizes: Any = ({0: torch.export.Dim("batch")},)
             traced = torch.export.export(program, (images(3),), dynamic_shapes=sizes, strict=False)
-            data = _pt2(traced, about) if kind == "pt2" else _onnx(traced, about, eight)
+            if kind == "onnx":
+                data = _onnx(traced, about, eight)
+            else:
+                file = io.BytesIO()
+                torch.export.save(traced, file, extra_files={f"{_KEY}.json": json.dumps(about)})
+                data = file.getvalue()
         except Exception as error:
             raise ExportError(
                 f"{network.config.name} cannot be exported to {kind} by torch {torch.__version__}: "
@@ -228,12 +233,6 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logging.disable(before)
-
-
-def _pt2(traced: Any, about: Mapping[str, Any]) -> bytes:
-    file = io.BytesIO()
-    torch.export.save(traced, file, extra_files={f"{_KEY}.json": json.dumps(about)})
-    return file.getvalue()
 
 
 def _onnx(traced: Any, about: Mapping[str, Any], eight: Mapping[str, Any]) -> bytes:

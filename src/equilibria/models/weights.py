@@ -102,12 +102,15 @@ def save(
     if place.is_dir() or not place.parent.is_dir():
         what = "is a folder" if place.is_dir() else f"lies in no folder ({place.parent})"
         raise FileNotFoundError(f"models.save: {place} {what}; give a file in an existing folder.")
-    metadata = {
-        "format": FORMAT,
-        "config": json.dumps(config.to_dict()),
-        "library": __version__,
-        "extra": _extra_text(network.extra if extra is None else extra),
-    }
+    try:
+        text = json.dumps(dict(network.extra if extra is None else extra))
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"models.save(extra=...) takes what JSON can hold (text, numbers, lists, "
+            f"dictionaries with text keys): {error}."
+        ) from error
+    metadata = {"format": FORMAT, "library": __version__, "extra": text}
+    metadata["config"] = json.dumps(config.to_dict())
     stored: dict[str, Tensor] = {}
     for name, value in weights.items():
         stored |= _encoded(name, value, dtype)
@@ -167,16 +170,6 @@ def _rounded(name: str, value: Tensor, dtype: torch.dtype | None) -> Tensor:
             f"fit ({name}); take torch.bfloat16 or torch.float32."
         )
     return rounded
-
-
-def _extra_text(extra: Mapping[str, Any]) -> str:
-    try:
-        return json.dumps(dict(extra))
-    except (TypeError, ValueError) as error:
-        raise TypeError(
-            f"models.save(extra=...) takes what JSON can hold (text, numbers, lists, "
-            f"dictionaries with text keys): {error}."
-        ) from error
 
 
 # ---------------------------------------------------------------------- read
