@@ -162,18 +162,11 @@ __all__ = [
 
 def _load() -> None:
     """Import the core and bind its public names: on first use, as it brings torch with it."""
-    core = (
-        _import_module("equilibria.engine"),
-        _import_module("equilibria.solvers"),
-        _import_module("equilibria.adjoints"),
-        _import_module("equilibria.entry"),
-        _import_module("equilibria.problems"),
-        _import_module("equilibria.certify"),
-    )
-    globals()["nn"] = _import_module("equilibria.nn")
-    for part in core:
-        shared = vars(part).keys() & set(__all__) - {"certify"}
-        globals().update({name: vars(part)[name] for name in shared})
+    globals()["nn"] = _import_module("equilibria.nn")  # imports the rest of the core
+    for part in ("engine", "solvers", "adjoints", "entry", "problems", "certify"):
+        found = vars(_sys.modules[f"equilibria.{part}"])
+        shared = found.keys() & set(__all__) - {"certify"}
+        globals().update({name: found[name] for name in shared})
 
 
 class _Package(_ModuleType):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -195,6 +196,20 @@ def test_an_onnx_file_predicts_as_a_network(tmp_path: Path) -> None:
     assert found[0].converged is None
     with pytest.raises(ValueError, match=r"\[B, 1, 8, 8\]"):
         network(torch.randn(2, 1, 9, 9))
+
+
+def test_what_an_onnx_file_cannot_do_is_said(tmp_path: Path) -> None:
+    network, image = models.load_onnx(written(tmp_path / "a.onnx")), torch.rand(1, 8, 8)
+    copied = copy.deepcopy(network).train()
+    copied.extra["classes"] = ["a", "b", "c"]
+    assert copied.predict(image)[0].label != network.predict(image)[0].label
+    for asked in ({"certify": True}, {"stop": "label"}):
+        with pytest.raises(ValueError, match="an ONNX file has none"):
+            network.predict(image, **asked)
+    with pytest.raises(TypeError, match="OnnxNetwork without weights"):
+        models.save(network, tmp_path / "b.safetensors")
+    with pytest.raises(TypeError, match="export takes a network of"):
+        models.export(network, tmp_path / "b.onnx")
 
 
 @pytest.mark.parametrize(

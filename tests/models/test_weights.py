@@ -146,6 +146,17 @@ def test_what_is_no_named_network_is_refused(path: Path) -> None:
         models.save(nn.Linear(2, 2), path)
 
 
+def test_a_network_with_another_head_is_not_saved(path: Path) -> None:
+    """``models.load`` would refuse the file: its configuration says ten classes."""
+    network: Any = models.create("geq_digits", widths=(4, 4))
+    network.head[-1] = torch.nn.Linear(4, 5)
+    with pytest.raises(
+        models.ModelFileError, match=r"parts replaced.*\(5, 4\), expected.*\(10, 4\)"
+    ):
+        models.save(network, path)
+    assert not path.exists()
+
+
 def test_places_that_are_no_place(model: models.Network, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="is a folder; give a file"):
         models.save(model, tmp_path)

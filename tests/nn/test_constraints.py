@@ -317,6 +317,7 @@ def test_options_out_of_range(options: dict[str, Any], message: str) -> None:
         ),
         (lambda: bounded(nn.Conv1d(2, 2, 3)), ValueError, r"a matrix .* or a kernel"),
         (lambda: bounded(nn.Conv2d(2, 2, 3, dilation=2)), ValueError, "dilation 1"),
+        (lambda: bounded(nn.ConvTranspose2d(2, 2, 3)), ValueError, "nn.Conv2d.*ConvTranspose2d"),
         (lambda: bounded(linear(), "wait"), ValueError, "does not have a parameter"),
         (lambda: bounded(linear(scale=math.nan)), ValueError, "NaN"),
         (lambda: OperatorNorm(0.9)(torch.zeros(2, 2)), RuntimeError, "has not seen a weight yet"),

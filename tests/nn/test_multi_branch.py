@@ -285,6 +285,11 @@ def test_scales_that_differ_from_the_output_along_one_axis(scale: tuple[int, int
         ([opteq()], (8,), {"output": (4, 4, 4)}, ValueError, r"output=\(4, 4, 4\)"),
         ([opteq(), opteq()], (8, 6), {}, ValueError, r"6 × 6 pixels cannot be pooled.*8 × 8"),
         ([opteq()], [(8, 2)], {"output": 4}, ValueError, "8 × 2 pixels cannot be pooled"),
+        # Both fit the output, and a sum cannot go from one to the other.
+        *(
+            ([opteq(), opteq()], sizes, {"output": 24, "chain": True}, ValueError, "next branch of")
+            for sizes in ((8, 12), (12, 8), ((8, 24), (24, 8)))
+        ),
         (
             [eq.nn.DEQ(eq.nn.ResidualBlock(8, 8))],
             (4,),

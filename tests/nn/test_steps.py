@@ -31,6 +31,8 @@ def test_set_steps_sets_the_count_and_nothing_else() -> None:
     assert [model[i].solver for i in (0, 1)] == [fixed(2)] * 2
     assert not torch.equal(model(x), before)
     assert torch.equal(set_steps(model, 4)(x), before)
+    wrapped = network(solver=eq.BestIterate(fixed(4)))
+    assert set_steps(wrapped, 2)[0].solver == eq.BestIterate(fixed(2))
 
 
 @pytest.mark.parametrize("steps", [0, -1, 2.0, True])

@@ -104,6 +104,8 @@ class TestWeights:
         assert model.classes_.tolist() == [0, 1, 2]
         np.testing.assert_array_equal(model.predict_proba(x)[:, 1], 0.0)
         np.testing.assert_allclose(model.predict_proba(x).sum(1), 1.0)
+        model.partial_fit(x, y, sample_weight=(y != 1).astype(float))
+        np.testing.assert_array_equal(model.predict_proba(x)[:, 1], 0.0)
         model.partial_fit(x, y)  # now it has been seen
         assert model.predict_proba(x)[:, 1].min() > 0.0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -118,6 +119,9 @@ def test_options_of_the_inner_solver_hold() -> None:
     assert (wrapped.rtol, wrapped.max_steps) == (1e-3, 9)
     assert wrapped != BestIterate(Anderson(rtol=1e-3, max_steps=9, memory=4))
     assert "BestIterate(Anderson(" in repr(wrapped)
+    changed = dataclasses.replace(wrapped, rtol=0.0, max_steps=4)
+    assert changed == BestIterate(Anderson(rtol=0.0, max_steps=4, memory=3))
+    assert (changed.rtol, changed.max_steps) == (0.0, 4)
 
 
 @pytest.mark.parametrize("inner", [Anderson, None, "anderson", BestIterate(Picard())])

@@ -208,7 +208,7 @@ def _family(
         for kernel, (layer, radius) in _RADII.items():
             text, options = (
                 f"branches of the {kernel} kernel in a chain",
-                {**bounded, "radius": radius},
+                bounded | {"radius": radius},
             )
             paper = "GEQ, Table 5 (no count printed)"
             yield made(f"mopteq_{kernel}", layer, text, options, paper, paper_parameters=None)

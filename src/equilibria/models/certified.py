@@ -129,14 +129,11 @@ class CertifiedNet(Network):
         return out
 
 
-def _geq(width: int, **options: Any) -> nn.Module:
-    return Envelope(GEQ(width, width, **options))
+def _envelope(width: int, *, layer: Any, **options: Any) -> nn.Module:
+    return Envelope(layer(width, width, **options))
 
 
-def _opteq(width: int, **options: Any) -> nn.Module:
-    return Envelope(OptEq(width, width, kernel_size=3, form="hidden", **options))
-
-
+_opteq = partial(OptEq, kernel_size=3, form="hidden")
 _GAUSSIAN = {
     "patch": Patches(channels=8, size=2),
     "hidden": 32,
@@ -153,8 +150,8 @@ def _family(
     """Networks of four kinds of 1-Lipschitz layers, of equal width."""
     shared = {"widths": widths, "depth": depth, "unshuffle": unshuffle}
     kinds: tuple[tuple[str, Callable[..., nn.Module], str, dict[str, Any]], ...] = (
-        ("geq", _geq, "envelopes of GEQ layers", _GAUSSIAN),
-        ("opteq", _opteq, "envelopes of OptEq layers", _LINEAR),
+        ("geq", partial(_envelope, layer=GEQ), "envelopes of GEQ layers", _GAUSSIAN),
+        ("opteq", partial(_envelope, layer=_opteq), "envelopes of OptEq layers", _LINEAR),
         ("potential", ConvexPotential, "convex-potential layers", {}),
         ("bounded", BoundedConv, "bounded convolutions with |·|", {}),
     )

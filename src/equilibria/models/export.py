@@ -36,6 +36,7 @@ from equilibria.nn import frozen_copy, observe
 from equilibria.nn.observing import report
 
 from .network import ModelConfig, Network
+from .prediction import Prediction
 from .weights import MOST_TEXT, ModelFileError, dequantize, quantize
 
 FORMAT = "equilibria-export/1"
@@ -113,7 +114,12 @@ def export(
         try:
             sizes: Any = ({0: torch.export.Dim("batch")},)
             traced = torch.export.export(program, (images(3),), dynamic_shapes=sizes, strict=False)
-            data = _pt2(traced, about) if kind == "pt2" else _onnx(traced, about, eight)
+            if kind == "onnx":
+                data = _onnx(traced, about, eight)
+            else:
+                file = io.BytesIO()
+                torch.export.save(traced, file, extra_files={f"{_KEY}.json": json.dumps(about)})
+                data = file.getvalue()
         except Exception as error:
             raise ExportError(
                 f"{network.config.name} cannot be exported to {kind} by torch {torch.__version__}: "
@@ -227,12 +233,6 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logging.disable(before)
-
-
-def _pt2(traced: Any, about: Mapping[str, Any]) -> bytes:
-    file = io.BytesIO()
-    torch.export.save(traced, file, extra_files={f"{_KEY}.json": json.dumps(about)})
-    return file.getvalue()
 
 
 def _onnx(traced: Any, about: Mapping[str, Any], eight: Mapping[str, Any]) -> bytes:
@@ -354,6 +354,18 @@ class OnnxNetwork(Network):
         self.side = self.preprocessing.size
         self.steps, self.early_stop = int(about["steps"]), bool(about["early_stop"])
         self._session = session
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OnnxNetwork:
+        """The session cannot be copied, and holds nothing that changes: copies share it."""
+        memo[id(self._session)] = self._session
+        made: OnnxNetwork = nn.Module.__new__(type(self))
+        made.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return made
+
+    def predict_normalized(self, x: Tensor, **options: Any) -> list[Prediction]:
+        if options.get("certify") or options.get("stop"):
+            raise ValueError("certify=True and stop= need layers, and an ONNX file has none.")
+        return super().predict_normalized(x, **options)
 
     def logits(self, x: Tensor) -> Tensor:
         found = self._session.run(None, {"images": x.detach().cpu().float().contiguous().numpy()})

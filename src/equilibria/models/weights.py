@@ -83,11 +83,14 @@ def save(
         The path.
     """
     network: Any = getattr(model, "_orig_mod", model)
-    config = getattr(network, "config", None)
-    if not isinstance(config, ModelConfig):
+    config: Any = getattr(network, "config", None)
+    known = isinstance(config, ModelConfig)
+    weights = network.state_dict(keep_vars=True) if known else {}
+    if not weights:  # an ONNX file's are in its graph
         raise TypeError(
             f"models.save takes a network made by models.create, got {type(network).__name__} "
-            "without a configuration. For a module of your own use safetensors.torch.save_model."
+            f"without {'weights' if known else 'a configuration'}. For a module of your own use "
+            "safetensors.torch.save_model."
         )
     if any(getattr(module, "lost_constraints", False) for module in network.modules()):
         raise ValueError(
@@ -99,15 +102,22 @@ def save(
     if place.is_dir() or not place.parent.is_dir():
         what = "is a folder" if place.is_dir() else f"lies in no folder ({place.parent})"
         raise FileNotFoundError(f"models.save: {place} {what}; give a file in an existing folder.")
-    metadata = {
-        "format": FORMAT,
-        "config": json.dumps(config.to_dict()),
-        "library": __version__,
-        "extra": _extra_text(network.extra if extra is None else extra),
-    }
+    try:
+        text = json.dumps(dict(network.extra if extra is None else extra))
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"models.save(extra=...) takes what JSON can hold (text, numbers, lists, "
+            f"dictionaries with text keys): {error}."
+        ) from error
+    metadata = {"format": FORMAT, "library": __version__, "extra": text}
+    metadata["config"] = json.dumps(config.to_dict())
     stored: dict[str, Tensor] = {}
-    for name, value in network.state_dict(keep_vars=True).items():
+    for name, value in weights.items():
         stored |= _encoded(name, value, dtype)
+    # A network with another head than its configuration says would make a file that none can load.
+    held = {k: {"dtype": _NAMES.get(v.dtype), "shape": tuple(v.shape)} for k, v in stored.items()}
+    described = _build(place, {"config": config.to_dict(), "library": __version__})
+    _check_tensors("models.save: a state with parts replaced", held, described, dtype == torch.int8)
     if dtype == torch.int8:
         quantized = [name for name, value in stored.items() if value.dtype == torch.int8]
         metadata["quantization"] = json.dumps({**_QUANTIZATION, "tensors": quantized})
@@ -160,16 +170,6 @@ def _rounded(name: str, value: Tensor, dtype: torch.dtype | None) -> Tensor:
             f"fit ({name}); take torch.bfloat16 or torch.float32."
         )
     return rounded
-
-
-def _extra_text(extra: Mapping[str, Any]) -> str:
-    try:
-        return json.dumps(dict(extra))
-    except (TypeError, ValueError) as error:
-        raise TypeError(
-            f"models.save(extra=...) takes what JSON can hold (text, numbers, lists, "
-            f"dictionaries with text keys): {error}."
-        ) from error
 
 
 # ---------------------------------------------------------------------- read
@@ -460,9 +460,8 @@ def _in_full(path: Place, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
         made[name] = dequantize(whole, scale)
         unusable = scale[~(torch.isfinite(scale) & (scale > 0))]
         if unusable.numel():
-            why = (
-                f"a scale of {name} is {float(unusable[0]):.3g}, expected a positive finite number"
-            )
+            found = f"{float(unusable[0]):.3g}"
+            why = f"a scale of {name} is {found}, expected a positive finite number"
         elif bool((whole < -_LARGEST).any()):
             why = f"{name} holds {int(whole.min())}, expected −{_LARGEST} to {_LARGEST}"
         elif not _finite(made[name]):

@@ -256,10 +256,11 @@ def constrain(module: nn.Module, name: str, spec: Constraint) -> nn.Module:
         return module
     if isinstance(spec, NormBounded):
         made: dict[str, Any] = {}
-        if isinstance(module, nn.Conv2d):
-            if module.padding_mode != "zeros" or tuple(module.dilation) != (1, 1):
+        if isinstance(module, (nn.Conv2d, nn.ConvTranspose2d)):
+            plain = isinstance(module, nn.Conv2d) and module.padding_mode == "zeros"
+            if not plain or tuple(module.dilation) != (1, 1):
                 raise ValueError(
-                    f"NormBounded takes zero-padded convolutions of dilation 1, got {module}."
+                    f"NormBounded takes nn.Conv2d, zero-padded, of dilation 1, got {module}."
                 )
             padding = (0, 0) if module.padding == "valid" else module.padding
             made = {"stride": module.stride, "padding": padding, "groups": module.groups}

@@ -400,8 +400,8 @@ def training_way(
         return {"solver": averaging, "adjoint": Unrolled()}
     if way not in ("implicit", "unrolled"):
         raise ValueError(f"training_way({way!r}): expected 'implicit', 'sam' or 'unrolled'.")
-    if regularizer is not None or options:
-        given = sorted([*options, *(["regularizer"] if regularizer is not None else [])])
+    given = sorted([*options, *([] if regularizer is None else ["regularizer"])])
+    if given:
         raise TypeError(
             f"training_way({way!r}) takes no {', '.join(given)}: those belong to 'sam'. The "
             "regularizer of §5.1 is an option of the layer."

@@ -92,11 +92,9 @@ class MonitoredMapLayer(MapLayer):
         Below 1, plain iteration started close enough finds z*; above 1 it leaves it. It is taken on
         a copy in eval mode: looking changes nothing.
         """
-        if self.training:
-            still = copy.deepcopy(self).eval()
-            return still.spectral_radius(x, z, steps=steps, generator=generator)
+        still = copy.deepcopy(self).eval()
         with torch.no_grad():
-            step, start, injected = self.prepared(x, z)
+            step, start, injected = still.prepared(x, z)
             if z is None:
                 z = fixed_point(step, start, injected, solver=self.solver).value
             return spectral_radius(step, z, injected, steps=steps, generator=generator)

@@ -73,6 +73,7 @@ class Envelope(nn.Module):
                 "may exceed its bound a little."
             )
         self.layer: GEQ | OptEq = layer
+        self._sign = -1.0 if isinstance(layer, OptEq) else 1.0  # φ is concave there
         self.norm: Tensor | None
         self.register_buffer("norm", None)  # of a frozen copy; in its state too
         size, steps = layer.constraint.size, layer.constraint.steps
@@ -90,11 +91,6 @@ class Envelope(nn.Module):
         (bounded,) = held.weight
         found: Tensor = bounded.sigma(held.weight.original).clamp_max(bounded.bound)
         return found
-
-    @property
-    def _sign(self) -> float:
-        """−1 where φ is concave."""
-        return -1.0 if isinstance(self.layer, OptEq) else 1.0
 
     def _range(self, problem: Problem, norm: Tensor | None = None) -> tuple[Any, Any]:
         """Bounds on ±∇²φ, for this norm of W or proven."""

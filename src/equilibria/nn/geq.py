@@ -182,12 +182,9 @@ class GEQ(WeightedLayer):
 
     def marked(self, problem: HiddenProblem, bad: Tensor) -> HiddenProblem:
         c, gamma = problem.inputs()
-        # γ is one number a sample, c a map.
-        return (
-            problem.with_inputs(c, marked(gamma, bad))
-            if gamma.ndim
-            else super().marked(problem, bad)
-        )
+        if gamma.ndim == 0:
+            return super().marked(problem, bad)
+        return problem.with_inputs(c, marked(gamma, bad))  # one number a sample, and c is a map
 
     def nominal_bounds(self, problem: HiddenProblem) -> tuple[Any, Any] | None:
         mu = self.nominal_norm()

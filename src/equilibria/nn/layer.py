@@ -157,39 +157,38 @@ class EquilibriumLayer(_SolvedLayer):
 
     def solve(self, x: Tensor, z0: Tensor | None = None, **options: Any) -> Solution[Tensor]:
         """Solve for x and tell all: value, result codes, stats, the solver's choice."""
-        zero = z0 is None and self.starts_at_zero()
-        return self.solve_posed(*self.posed(x, z0), zero_start=zero, **options)
+        return self.solve_posed(*self.posed(x, z0), **options)
 
     def forward(self, x: Tensor, z0: Any = None, *, keep: list[Any] | None = None) -> Tensor:
         """z*, [B, *state]; ``z0`` is a warm start. ``keep`` gets the problem and the Solution."""
         if keep is None:
             found: Tensor = super().forward(x, z0)
             return found
-        problem, start = self.posed(x, z0)
-        zero = z0 is None and self.starts_at_zero()
-        solution = self.solve_posed(problem, start, zero_start=zero)
+        posed = self.posed(x, z0)
+        solution = self.solve_posed(*posed)
         report(self, solution)
-        keep += (problem, solution)
+        keep += (posed[0], solution)
         return solution.value
 
     def solve_posed(
-        self, problem: HiddenProblem, start: Tensor, *, zero_start: bool, **options: Any
+        self, problem: HiddenProblem, start: Tensor, zero_start: bool, **options: Any
     ) -> Solution[Tensor]:
         """Solve a problem of ``posed`` from its start."""
         chosen = {"solver": self.solver, "adjoint": self.adjoint, **options}
         bounds = partial(self.nominal_bounds, problem)
         return minimize_from(problem, start, bounds=bounds, zero_start=zero_start, **chosen)
 
-    def posed(self, x: Tensor, z0: Tensor | None = None) -> tuple[HiddenProblem, Tensor]:
-        """The problem of a solve and its start: ``problem(x)``, bad samples of x kept apart."""
+    def posed(self, x: Tensor, z0: Tensor | None = None) -> tuple[HiddenProblem, Tensor, bool]:
+        """The problem of a solve, bad samples of x kept apart, its start, and if that is zero."""
+        zero = z0 is None and self.starts_at_zero()
         x, bad = contained(x)
         problem = self.problem(x)
         start = self.start(problem, x) if z0 is None else z0
         if bad is None:
-            return problem, start
-        if z0 is None and not self.starts_at_zero():
+            return problem, start, zero
+        if z0 is None and not zero:
             start = torch.where(per_sample(bad, start), 0.0, start)
-        return self.marked(problem, bad), start
+        return self.marked(problem, bad), start, zero
 
     def marked(self, problem: HiddenProblem, bad: Tensor) -> HiddenProblem:
         """The problem with NaN in the inputs of the samples of ``bad`` [B]; one input is enough."""

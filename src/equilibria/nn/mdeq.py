@@ -65,6 +65,17 @@ class _Plan:
             nn.init.constant_(norm.weight, gain)
         return norm
 
+    def conv(self, inputs: int, outputs: int, size: int, *, gain: float = 1.0) -> nn.Module:
+        """A convolution under the constraint; ``gain`` makes its start smaller.
+
+        With weight normalization the authors' kernels keep torch's own initialization.
+        """
+        made = nn.Conv2d(inputs, outputs, size, padding=size // 2, bias=False)
+        if self.constraint is None:
+            _small(made)
+        made.weight.data.mul_(gain)
+        return constrain(made, "weight", self.constraint)
+
 
 class ScaleBlock(nn.Module):
     """h(z, u) = GN₃(ReLU(z + GN₂(m·(W₂ * ReLU(GN₁(W₁ * z))) + u))), z and u [B, C, H, W].
@@ -81,14 +92,8 @@ class ScaleBlock(nn.Module):
         super().__init__()
         wide, size = plan.expansion * channels, plan.kernel_size
         self.padding = size // 2
-        # With weight normalization the authors' kernels keep torch's own initialization.
-        first = nn.Conv2d(channels, wide, size, padding=self.padding, bias=False)
-        second = nn.Conv2d(wide, channels, size, padding=self.padding, bias=False)
-        if plan.constraint is None:
-            first, second = _small(first), _small(second)
-        second.weight.data.mul_(plan.calm**2)
-        self.conv1 = constrain(first, "weight", plan.constraint)
-        self.conv2 = constrain(second, "weight", plan.constraint)
+        self.conv1 = plan.conv(channels, wide, size)
+        self.conv2 = plan.conv(wide, channels, size, gain=plan.calm**2)
         self.norm1 = plan.norm(wide)
         self.norm2 = plan.norm(channels, 1.0 / plan.calm if injected else 1.0)
         self.norm3 = plan.norm(channels, 1.0 if injected else plan.calm)
@@ -159,10 +164,7 @@ class Fusion(nn.Module):
                     row[str(j)] = Upsample(inputs, outputs, j - i, plan)
             rows.append(row)
         self.exchange = nn.ModuleList(rows)
-        mixes = [nn.Conv2d(c, c, 1, bias=False) for c in channels]
-        if plan.constraint is None:
-            mixes = [_small(conv) for conv in mixes]
-        self.mix = nn.ModuleList(constrain(conv, "weight", plan.constraint) for conv in mixes)
+        self.mix = nn.ModuleList(plan.conv(c, c, 1) for c in channels)
         half, affine = max(1, plan.groups // 2), plan.post_affine
         self.norm = nn.ModuleList(nn.GroupNorm(half, c, affine=affine) for c in channels)
 

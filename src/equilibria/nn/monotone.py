@@ -58,22 +58,19 @@ class TransposedSplitting(Adjoint):
     """
 
     def run(self, fn: Map, z0: Leaves, solver: Solver, callback: Callback) -> Iterated:
-        return self._implicit(fn, z0, solver).run(fn, z0, solver, callback)
-
-    def _implicit(self, fn: Map, z0: Leaves, solver: Solver) -> Implicit:
         if not isinstance(solver, SplittingIteration) or not torch.is_grad_enabled():
-            return _KRYLOV
-        if solver.fixed_steps:
-            solver = dataclasses.replace(
-                solver, rtol=None, max_steps=max(solver.max_steps, _BACKWARD_STEPS)
-            )
+            return _KRYLOV.run(fn, z0, solver, callback)
+        back = solver
+        if back.fixed_steps:
+            most = max(back.max_steps, _BACKWARD_STEPS)
+            back = dataclasses.replace(back, rtol=None, max_steps=most)
         traced = torch.compiler.is_compiling() or functorch_active()
         if fn.surrogate is not None and not traced:
             share = min(1.0, float(fn.surrogate.near(*fn.args)) / 2)
-            rtol = share * solver.relative_tolerance(fn.dtypes(z0)[0], z0[0].device.type)
+            rtol = share * back.relative_tolerance(fn.dtypes(z0)[0], z0[0].device.type)
             least = 4 * torch.finfo(z0[0].dtype).eps
-            solver = dataclasses.replace(solver, rtol=max(rtol, least))
-        return Implicit(solver=solver)
+            back = dataclasses.replace(back, rtol=max(rtol, least))
+        return Implicit(solver=back).run(fn, z0, solver, callback)
 
 
 class DenseWeights(nn.Module):

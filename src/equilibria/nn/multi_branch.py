@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Sequence
@@ -77,9 +78,8 @@ def worst(codes: Sequence[Tensor]) -> Tensor:
 def combine(parts: Sequence[Solution[Tensor]]) -> BranchSolution:
     """One Solution out of those of the branches, in their order."""
     stats = [part.stats for part in parts]
-    backward: BackwardStats = BackwardStats()
-    if not torch.compiler.is_compiling():
-        backward = _BranchBackward([s.backward for s in stats])
+    traced = torch.compiler.is_compiling()
+    backward = BackwardStats() if traced else _BranchBackward([s.backward for s in stats])
     together = Stats(
         steps=torch.stack([s.steps for s in stats]).amax(0),
         residual=sample_norm([s.residual for s in stats]),
@@ -122,12 +122,14 @@ class Branches(nn.Module):
             self.norms = nn.ModuleList(nn.BatchNorm2d(_state_channels(b)) for b in layers)
         self.scales = tuple(_pixels(f"scales[{i}]", s) for i, s in enumerate(scales))
         self.output = self.scales[0] if output is None else _pixels("output", output)
-        for scale in self.scales:
-            if not (_divides(scale, self.output) or _divides(self.output, scale)):
+        pairs = [(scale, self.output, "the output") for scale in self.scales]
+        if chain:
+            pairs += [(a, b, "the next branch") for a, b in itertools.pairwise(self.scales)]
+        for scale, other, what in pairs:
+            if not (_divides(scale, other) or _divides(other, scale)):
                 raise ValueError(
                     f"MultiBranch: a branch of {scale[0]} × {scale[1]} pixels cannot be pooled or "
-                    f"upsampled to the output of {self.output[0]} × {self.output[1]}: one must "
-                    "divide the other."
+                    f"upsampled to {what} of {other[0]} × {other[1]}: one must divide the other."
                 )
 
     def split(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -205,10 +207,10 @@ class MultiBranch(Branches):
     ``scales=(32, 16, 8, 8, 4, 4)`` (GEQ A.6). Any layer with ``is_equilibrium`` whose state is one
     feature map will do, each solved by its own solver and adjoint; all have equal channels.
 
-    With ``chain=True`` a branch also sees the branches before it: branch i solves at
-    Pᵢx + Σ_{j<i} Rⱼyⱼ, where yⱼ = normⱼ(z*ⱼ) is its answer after a batch norm, and y is the mean of
-    the Rᵢyᵢ. Each branch still has its own certificate, at the input that it saw; ``output_error``
-    carries the error of a branch through those behind it.
+    With ``chain=True`` a branch also sees the branches before it: branch i solves at Pᵢx + sᵢ,
+    sᵢ the sum sᵢ₋₁ + yᵢ₋₁ resized to its scale, where yⱼ = normⱼ(z*ⱼ) is an answer after a batch
+    norm, and y is the mean of the Rᵢyᵢ. Each branch still has its own certificate, at the input
+    that it saw; ``output_error`` carries the error of a branch through those behind it.
 
     Args:
         layers: the branches.

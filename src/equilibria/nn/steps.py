@@ -20,6 +20,7 @@ from equilibria.solvers import Picard, ProximalGradient
 from .constraints import without_autocast
 from .envelope import Envelope
 from .geq import GEQ
+from .inputs import check_sizes
 from .layer import EquilibriumLayer
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -33,9 +34,7 @@ def set_steps(model: Model, steps: int) -> Model:
     Weights, step sizes and gradients stay what they are. Layers whose solver stops by a tolerance
     (``rtol`` or ``atol`` above 0) have no number of steps to set: an error names them.
     """
-    given: Any = steps
-    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
-        raise ValueError(f"steps={steps!r}: expected an integer of at least 1.")
+    check_sizes("set_steps", {"steps": steps})
     layers = solver_layers(model)
     if not layers:
         raise ValueError(f"{type(model).__name__} has no equilibrium layers.")
@@ -73,9 +72,7 @@ def calibrate_steps(
     trial = set_steps(copy.deepcopy(model), steps).eval()
     for layer in solver_layers(model).values():
         own = layer.solver
-        plain = isinstance(own, Picard) or (
-            isinstance(own, ProximalGradient) and not own.accelerate
-        )
+        plain = isinstance(own, (Picard, ProximalGradient)) and not getattr(own, "accelerate", 0)
         if not isinstance(layer, EquilibriumLayer) or not plain:
             raise ValueError(
                 f"calibrate_steps: {type(layer).__name__} with {own!r} has no step τ; expected a "

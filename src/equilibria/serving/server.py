@@ -15,7 +15,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import field
-from functools import partial
 from typing import Any
 
 import torch
@@ -327,9 +326,9 @@ async def _decoded(
     size, loop = model.preprocessing.size, asyncio.get_running_loop()
     pixels = []
     for place, data in enumerate(images):
-        decode = partial(decode_image, data, model.in_channels, size)
+        decoding = loop.run_in_executor(threads, decode_image, data, model.in_channels, size)
         try:
-            pixels.append(await loop.run_in_executor(threads, decode))
+            pixels.append(await decoding)
         except CorruptImageError as error:
             raise HTTPException(400, f"image {place}: {error}") from None
     return pixels

@@ -98,7 +98,7 @@ class EquilibriumClassifier(ClassifierMixin, BaseEquilibrium):  # type: ignore[m
                 f"{self.classes_.tolist()} of the first call of partial_fit."
             )
         # In a stream a label may still come; after fit one whose rows all had weight zero may not.
-        self._present = np.isin(self.classes_, y) | (True if first else self._present)
+        self._present = np.isin(self.classes_, y[weight > 0]) | (first or self._present)
         self._partial_fit(x, y, weight, len(self.classes_), first)
         return self
 

@@ -20,6 +20,7 @@ class BestState:
     best: Reached | None = None
 
 
+@dataclass(frozen=True, init=False, repr=False, eq=False)
 class BestIterate(Solver):
     """Wrap a solver: a sample that fails to converge gets its iterate of least ‖T(z) − z‖.
 
@@ -28,12 +29,14 @@ class BestIterate(Solver):
 
     inner: Any  # a Solver; or Auto, until for_map or for_problem has chosen one
 
-    def __init__(self, inner: SolverOptions) -> None:
+    def __init__(self, inner: SolverOptions, **limits: Any) -> None:
+        """``limits``, which ``dataclasses.replace`` gives, are set in the inner solver."""
         wraps: object = inner
         if not isinstance(wraps, SolverOptions) or isinstance(wraps, BestIterate):
             raise TypeError(
                 f"BestIterate wraps a solver such as Anderson(), got {type(inner).__name__}."
             )
+        inner = replace(inner, **limits)
         object.__setattr__(self, "inner", inner)
         for name in SolverOptions.__dataclass_fields__:
             object.__setattr__(self, name, getattr(inner, name))
