@@ -96,6 +96,26 @@ def test_the_minimizer_is_cvxpys(name: str) -> None:
         np.testing.assert_allclose(found.value.numpy(), want, atol=2e-5, err_msg=str(solver))
 
 
+@pytest.mark.parametrize("solver", [eq.ADMM(), eq.ChambollePock()])
+def test_equations_with_many_solutions_in_float32(solver: SplittingOfSum) -> None:
+    """K'K is singular; rounded to float32 its zero eigenvalues are not zero."""
+    K = np.random.default_rng(0).normal(size=(2, 4))
+    at = torch.tensor([[0.3, -1.2]])
+    problem = eq.Composite(eq.Free(), [(eq.Box(at, at), torch.tensor(K).float())])
+    found = eq.minimize(problem, torch.zeros(1, 4), solver=solver)
+    assert bool(found.converged.all())
+    nearest = np.linalg.lstsq(K, at[0].numpy(), rcond=None)[0]  # to the start
+    np.testing.assert_allclose(found.value[0].numpy(), nearest, atol=1e-5)
+
+
+@pytest.mark.parametrize("solver", [eq.ADMM(), eq.ChambollePock()])
+def test_an_operator_that_is_zero(solver: SplittingOfSum) -> None:
+    terms = [(eq.SoftThreshold(1.0), torch.zeros(2, 5).double())]
+    fit = eq.LeastSquares(None, X[:, :5])
+    found = eq.minimize(eq.Composite(eq.Free(), terms, fit), solver=solver)
+    torch.testing.assert_close(found.value, X[:, :5])
+
+
 @pytest.mark.parametrize("solver", [eq.DouglasRachford(), eq.ADMM(), eq.ChambollePock()])
 def test_a_point_where_sets_meet_has_converged(solver: SplittingOfSum) -> None:
     """The duals are 0 there, and what is left of them is rounding."""

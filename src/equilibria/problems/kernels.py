@@ -663,6 +663,11 @@ class Activated(ImageCoupling):
         return Curvature(lower, 0.0, not self.prior.sampled, note)
 
 
+def _product(bound: Tensor, square: float) -> Tensor:
+    """Of a bound and a squared norm: 0 where one of them is, and the other is not known (inf)."""
+    return torch.where((bound == 0) | (square == 0), 0.0, bound * square)
+
+
 class SumCoupling(Coupling):
     """Σ qᵢ(Kᵢz), each with its own linear operator or none; made by ``+`` and ``compose``."""
 
@@ -703,8 +708,8 @@ class SumCoupling(Coupling):
         for c, (_, K) in zip(found, self.parts, strict=True):
             least, most = (1.0, 1.0) if K is None else (K.norm_lower() ** 2, K.norm_upper() ** 2)
             m, upper = (torch.as_tensor(t, dtype=torch.float64) for t in (c.lower, c.upper))
-            m = torch.where(m >= 0, m * least, m * most)
-            upper = torch.where(upper >= 0, upper * most, upper * least)
+            m = torch.where(m >= 0, _product(m, least), _product(m, most))
+            upper = torch.where(upper >= 0, _product(upper, most), _product(upper, least))
             low, high = low + m - 8 * UNIT * m.abs(), high + upper + 8 * UNIT * upper.abs()
         kinds = {c.basis for c in found}
         return Curvature(

@@ -185,8 +185,12 @@ class Composite(HiddenProblem):
                 f"them, or none) and at most {_DENSE} unknowns (here {n}), or "
                 "Composite(inverse=...); ChambollePock() takes every smooth part and size."
             )
-        eye = torch.eye(n, dtype=torch.float64, device=z.device).to(z.dtype)
-        matrix = self.normal(eye.reshape(n, *z.shape[1:]), rho).reshape(n, n).double()
+        try:  # rounded to float32, eigenvalues that are 0 would be inverted
+            twin, dtype = self.in_double(), torch.float64
+        except TypeError:  # callables in an operator that take one type alone
+            twin, dtype = self, z.dtype
+        eye = torch.eye(n, dtype=dtype, device=z.device).reshape(n, *z.shape[1:])
+        matrix = twin.normal(eye, rho).reshape(n, n).double()
         inverse: Tensor = torch.linalg.pinv(matrix, hermitian=True).to(z.dtype)
         return inverse
 
@@ -269,7 +273,8 @@ class ADMM(SplittingOfSum):
         rho = self.rho
         if rho is None:
             middle, high, norm = problem.sizes()
-            rho = middle / (norm + problem.has_prior) if high > 0 else 1.0
+            size = norm + problem.has_prior
+            rho = middle / size if high > 0 and size > 0 else 1.0  # K = 0: any step does
         if not 0.0 < rho < math.inf:
             raise ValueError("ADMM: no bound on a norm is known; give rho")
         return rho, problem.factor(z, rho)
