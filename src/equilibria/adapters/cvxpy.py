@@ -18,7 +18,7 @@ from torch import Tensor
 from equilibria import problems as p
 from equilibria.engine.optional import needs
 from equilibria.problems.joint_priors import Translated
-from equilibria.problems.kernels import SumCoupling
+from equilibria.problems.kernels import parts_of
 from equilibria.problems.priors import aligned
 
 
@@ -327,15 +327,15 @@ def to_cvxpy(problem: p.HiddenProblem, sample: int = 0) -> Any:
         matrix, out = _matrix(K, shape)
         value, more = _written(cp, h, matrix @ z, out)
         total, rules = total + value, rules + more
-    for q, K in smooth.parts if isinstance(smooth, SumCoupling) else [(smooth, None)]:
-        matrix, inner = (same, shape) if K is None else _matrix(K, shape)
+    for q, K in [] if smooth is None else parts_of(smooth):
+        matrix, inner = _matrix(K, shape)
         if isinstance(q, p.LeastSquares):
             fit = (_matrix(q.operator, inner)[0] @ matrix) @ z - q.c.flatten().numpy()
             total = total + 0.5 * float(q.weight) * cp.sum_squares(fit)
         elif isinstance(q, p.Linear):
             W = _matrix(q.operator, inner)[0] @ matrix
             total, quadratic = total - (q.c.flatten().numpy() @ matrix) @ z, quadratic - W.T @ W
-        elif q is not None:
+        else:
             raise _not_written(q)
     if quadratic.any():
         total = total + 0.5 * cp.quad_form(z, quadratic)

@@ -27,10 +27,10 @@ from equilibria.engine.result import NotConvergedError, Result, Solution, warn_u
 from equilibria.engine.solver import Bounds, Choice, SolverOptions
 from equilibria.engine.tree import per_sample, sample_norm
 from equilibria.entry import TrajectoryCallback, fixed_point
-from equilibria.problems.kernels import Coupling, Curvature, SumCoupling, inner
+from equilibria.problems.kernels import Coupling, Curvature, inner, parts_of
 from equilibria.problems.objective import LeastSquares
-from equilibria.problems.operators import IdentityOperator, Weights, as_operator
-from equilibria.problems.parts import replaced
+from equilibria.problems.operators import IDENTITY, IdentityOperator, Weights, as_operator
+from equilibria.problems.parts import replaced, times
 from equilibria.problems.priors import Free, Prior
 from equilibria.problems.problem import HiddenProblem
 from equilibria.solvers import Auto
@@ -47,13 +47,9 @@ _PLAIN = Implicit()
 _ADJOINT = Implicit(solver=GMRES(restart=60, max_steps=2000))  # J may have eigenvalues near 1
 
 
-def _times(factor: float, t: Tensor) -> Tensor:
-    return t if factor == 1.0 else factor * t
-
-
 def _prox(h: Prior, k: float, v: Tensor, tau: float) -> Tensor:
     """``prox`` of ``v -> h(kv)``."""
-    return _times(1.0 / k, h.prox(_times(k, v), k * k * tau))
+    return times(1.0 / k, h.prox(times(k, v), k * k * tau))
 
 
 class Composite(HiddenProblem):
@@ -80,8 +76,7 @@ class Composite(HiddenProblem):
         *,
         inverse: Inverse | None = None,
     ) -> None:
-        identity = IdentityOperator(torch.empty(0))
-        self.terms = tuple((h, identity if K is None else as_operator(K)) for h, K in terms)
+        self.terms = tuple((h, IDENTITY if K is None else as_operator(K)) for h, K in terms)
         self.prior, self.smooth, self.inverse = prior, smooth, inverse
         self.scales = (1.0,) * len(self.terms)
         held: list[tuple[Any, Any]] = [(f, Prior) for f in (prior, *(h for h, _ in self.terms))]
@@ -102,18 +97,17 @@ class Composite(HiddenProblem):
     def quadratic(self) -> bool:
         """Whether ``g`` is known to be quadratic, with one Hessian for all samples."""
         q = self.smooth
-        parts = [part for part, _ in q.parts] if isinstance(q, SumCoupling) else [q]
-        return all(isinstance(part, LeastSquares | None) for part in parts)
+        return q is None or all(isinstance(part, LeastSquares) for part, _ in parts_of(q))
 
     def images(self, z: Tensor) -> list[Tensor]:
         """``K_i z``."""
-        return [_times(1.0 / k, K(z)) for (_, K), k in zip(self.terms, self.scales, strict=True)]
+        return [times(1.0 / k, K(z)) for (_, K), k in zip(self.terms, self.scales, strict=True)]
 
     def pull(self, y: Sequence[Tensor], z: Tensor) -> Tensor:
         """``sum_i K_i' y_i``, shaped as ``z``."""
         total = torch.zeros_like(z)
         for (_, K), k, part in zip(self.terms, self.scales, y, strict=True):
-            total = total + K.adjoint(_times(1.0 / k, part), z.shape[1:])
+            total = total + K.adjoint(times(1.0 / k, part), z.shape[1:])
         return total
 
     def sizes(self) -> tuple[float, float, float]:
@@ -379,7 +373,7 @@ class ChambollePock(SplittingOfSum):
         for (h, _), k, dual, image in zip(problem.terms, problem.scales, y, images, strict=True):
             v = dual / sigma + image
             found.append(sigma * (v - _prox(h, k, v, 1.0 / sigma)))  # Moreau's identity
-        duals = [_times(1.0 / k, t) for k, t in zip(problem.scales, found, strict=True)]
+        duals = [times(1.0 / k, t) for k, t in zip(problem.scales, found, strict=True)]
         return (new, *(math.sqrt(tau / sigma) * t for t in found)), new, duals
 
 
