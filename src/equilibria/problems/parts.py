@@ -36,6 +36,8 @@ def in_double(value: Any) -> Any:
         return exact(value) if value.is_floating_point() else value
     if isinstance(value, tuple):
         return tuple(map(in_double, value))
+    if isinstance(value, int | float):  # a compiler asks no symbol for attributes
+        return value
     return value.in_double() if hasattr(value, "in_double") else value
 
 
