@@ -264,6 +264,15 @@ def test_the_bound_of_a_certificate_holds(seed: int, level: float) -> None:
     assert bool((problem.objective(z) - problem.objective(best) <= found.value_bound + 1e-12).all())
 
 
+def test_a_bound_is_as_close_in_units_beyond_those_of_float32() -> None:
+    def bound(unit: float) -> Tensor:
+        fit = eq.LeastSquares(None, X[:, :5], unit)
+        problem = eq.Composite(eq.Free(), [(eq.SoftThreshold(0.3 * unit), D)], fit)
+        return eq.certify(problem, z=eq.TotalVariation(0.3).prox(X[:, :5])).error_bound
+
+    torch.testing.assert_close(bound(1e60), bound(1.0), rtol=1.0, atol=1e-5)
+
+
 def test_a_bound_contains_the_rounding_of_an_answer_that_is_as_good_as_exact() -> None:
     """Against fractions: where the computed residual is 0, the answer still has its rounding."""
     rows = np.random.default_rng(0)

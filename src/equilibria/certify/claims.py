@@ -80,9 +80,7 @@ def refuted_bounds(q: Coupling, z: Tensor) -> str | None:
     bounds = q.curvature()
     if bounds.basis == "estimated" or (bounds.rigorous and ours):
         return None
-    low, high = (
-        torch.as_tensor(t, dtype=z.dtype, device=z.device) for t in (bounds.lower, bounds.upper)
-    )
+    low, high = bounds.ends(z)
     if _mixes(q, z):
         return "smooth makes the samples of a batch depend on each other"
     for point in _cloud(z, 4):

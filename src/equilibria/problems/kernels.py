@@ -48,6 +48,11 @@ class DegenerateKernelWarning(UserWarning):
     """The polynomial kernel as printed has T(0) = 0 for every input."""
 
 
+def as_number(values: Tensor) -> float | Tensor:
+    """A tensor without dimensions as a float; any other as it is."""
+    return values if values.ndim else float(values)
+
+
 @dataclass(frozen=True)
 class Curvature:
     """lower·I ⪯ ∇²q ⪯ upper·I: floats for the whole batch or one number per sample [B].
@@ -64,13 +69,19 @@ class Curvature:
     """Where bounds that are not rigorous come from: the user, or a sample of the spectrum, from
     which nothing may be concluded."""
 
+    def ends(self, like: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Both bounds in the type and on the device of ``like``; without it in float64."""
+        dtype, device = (torch.float64, None) if like is None else (like.dtype, like.device)
+        low, high = (torch.as_tensor(t, dtype=dtype) for t in (self.lower, self.upper))
+        return low.to(device=device), high.to(device=device)
+
     def envelope(self) -> Curvature:
         """Of the Moreau envelope: h ↦ h/(1 + h), increasing; it has no bound where h ≤ −1."""
-        low, high = (torch.as_tensor(t, dtype=torch.float64) for t in (self.lower, self.upper))
+        low, high = self.ends()
         high = torch.where(high > -1.0, 1.0 - 1.0 / (1.0 + high), math.inf)
         low = torch.where(low > -1.0, 1.0 - 1.0 / (1.0 + low), -math.inf)
-        ends = [t if t.ndim else float(t) for t in (low, high)]
-        return replace(self, lower=ends[0], upper=ends[1], note=f"envelope of: {self.note}")
+        note = f"envelope of: {self.note}"
+        return replace(self, lower=as_number(low), upper=as_number(high), note=note)
 
 
 def inner(a: Tensor, b: Tensor) -> Tensor:
@@ -688,14 +699,14 @@ class SumCoupling(Coupling):
         high: Any = 0.0
         for c, (_, K) in zip(found, self.parts, strict=True):
             least, most = K.norm_lower() ** 2, K.norm_upper() ** 2
-            m, upper = (torch.as_tensor(t, dtype=torch.float64) for t in (c.lower, c.upper))
+            m, upper = c.ends()
             m = torch.where(m >= 0, _product(m, least), _product(m, most))
             upper = torch.where(upper >= 0, _product(upper, most), _product(upper, least))
             low, high = low + m - 8 * UNIT * m.abs(), high + upper + 8 * UNIT * upper.abs()
         kinds = {c.basis for c in found}
         return Curvature(
-            low if low.ndim else float(low),
-            high if high.ndim else float(high),
+            as_number(low),
+            as_number(high),
             all(c.rigorous for c in found),
             "; ".join(dict.fromkeys(c.note for c in found)),
             "estimated" if "estimated" in kinds else "given" if "given" in kinds else "",

@@ -476,8 +476,7 @@ def _distance(problem: Composite, z: Tensor, y: Sequence[Tensor], limit: float) 
     subgradients, relative to their size, [B]."""
     near = _subgradients(problem, z, y)
     slope, pulled = problem.gradient(z), problem.pull([dual for _, _, dual in near], z)
-    bounds = problem.curvature()
-    low, high = (torch.as_tensor(t).to(_norm(z)) for t in (bounds.lower, bounds.upper))
+    low, high = problem.curvature().ends(_norm(z))
     # A z that is nothing beside a gradient step 1/L is 0, of which no part is small.
     zero = (_norm(slope) > 0) & (high * _norm(z) <= limit * _norm(slope))
     reach = torch.where(zero, _norm(slope) / high, _norm(z))
@@ -502,7 +501,7 @@ def _subgradients(
     norms = [K.norm_upper() for _, K in problem.terms]
     size = sum(k * _norm(dual) for k, dual in zip(norms, y, strict=True))
     # By a step of g, or one that moves z by its size: no image, no dual is lost in their sum.
-    high = torch.as_tensor(problem.curvature().upper).to(_norm(z))
+    high = problem.curvature().ends(_norm(z))[1]
     step = torch.where(high > 0, 1.0 / high, _norm(z) / size)
     found = []
     for (h, _), k, image, dual in zip(problem.terms, norms, problem.images(z), y, strict=True):
