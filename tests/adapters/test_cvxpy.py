@@ -154,6 +154,20 @@ def test_a_matrix_has_its_rows_one_after_another() -> None:
     assert torch.equal(ours(made)[0].round(), torch.tensor([0.0, 0.0, 0.0, 1.0, 2.0, 3.0]))
 
 
+def test_parts_of_weight_zero_and_a_sum_that_is_zero() -> None:
+    x, weight = cp.Variable(3), cp.Parameter(nonneg=True, value=0.0)
+    fit, at = cp.sum_squares(x - [1.0, -2.0, 3.0]), [1.0, -2.0, 3.0]
+    for cost, constraints, want in [
+        (fit + weight * cp.sum_squares(x) + 0 * cp.norm1(x), [], at),
+        (cp.norm1(x) + weight * fit + 0 * (2 * fit + cp.norm2(x)), [], [0.0] * 3),
+        (fit + weight * cp.norm1(x), [x >= 0, cp.sum(x) == 0], [0.0] * 3),
+    ]:
+        made = cp.Problem(cp.Minimize(cost), constraints)
+        problem = from_cvxpy(made, {weight: torch.zeros(()).double()})
+        found = ours(problem)[0]
+        np.testing.assert_allclose(found.numpy(), want, atol=1e-6)
+
+
 def test_large_constants_do_not_round_the_matrix() -> None:
     """In float32, and where K is that of a known prior or no operator at all."""
     x, A = cp.Variable(5), random(0)[0]
@@ -316,6 +330,13 @@ def test_images_written_for_cvxpy() -> None:
     problem = eq.Composite(eq.TotalVariation(0.2, dim=-2), terms, eq.LeastSquares(None, noisy))
     expected = by_cvxpy(to_cvxpy(problem, 1))
     np.testing.assert_allclose(ours(problem)[1].flatten().numpy(), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("prior", [eq.TotalVariation(0.3), eq.Isotonic()], ids=type)
+def test_lines_of_one_entry_written_for_cvxpy(prior: Any) -> None:
+    c = torch.randn(1, 1).double()
+    found = by_cvxpy(to_cvxpy(eq.Problem(prior, smooth=eq.LeastSquares(None, c))))
+    np.testing.assert_allclose(found, c[0].numpy(), atol=1e-6)
 
 
 def test_what_cvxpy_cannot_write() -> None:

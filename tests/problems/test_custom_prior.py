@@ -145,6 +145,19 @@ def test_an_activation_that_overflows_is_cut_where_it_stops_being_finite() -> No
     assert not bool(prior.value(t64(-1.0, 1e5)).isnan().any())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("activation", [torch.atan, F.softsign])
+def test_a_state_far_outside_is_moved_to_where_f_is_finite(
+    activation: Callable[[Tensor], Tensor], dtype: torch.dtype
+) -> None:
+    prior = eq.CustomPrior(activation)
+    z = torch.tensor([-1e3, -2.0, 0.5, 1.6, 1e3], dtype=dtype)
+    moved = prior.into_domain(z)
+    assert bool(prior.value(moved).isfinite().all())
+    end = float(activation(torch.tensor(1e8).double()))
+    torch.testing.assert_close(moved, z.clamp(-end, end))
+
+
 def test_expansion_is_measured_also_outside_of_the_domain() -> None:
     def steep_far_out(v: Tensor) -> Tensor:
         return 0.1 * v.clamp(-20, 20) + F.relu(v - 20) - F.relu(-v - 20)

@@ -18,7 +18,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import equilibria as eq
 from equilibria.certify import Guarantee
-from equilibria.problems import BoundsWarning, JointPrior
+from equilibria.problems import BoundsWarning, IdentityOperator, JointPrior, ModuleOperator
 from equilibria.problems.objective import ritz_ends
 from tests.problems.test_operators import randn
 
@@ -165,6 +165,13 @@ def test_a_sum_over_scales_is_one_problem() -> None:
     torch.testing.assert_close(eq.minimize(problem).value, want, atol=1e-6, rtol=1e-6)
     for part in (problem, problem.in_double()):
         torch.testing.assert_close(part.with_inputs(*part.inputs()).gradient(z), part.gradient(z))
+
+
+def test_an_upper_bound_of_zero_stays_behind_an_operator_of_unknown_norm() -> None:
+    half = ModuleOperator(lambda z: 0.5 * z, lambda z: 0.5 * z, (3000,))
+    c = torch.zeros(1, 3000)
+    bounds = eq.Linear(IdentityOperator(c), c).compose(half).curvature()  # concave
+    assert (bounds.lower, bounds.upper) == (-math.inf, 0.0)
 
 
 @settings(max_examples=20, deadline=None)

@@ -367,6 +367,12 @@ def test_bad_options_are_named(make: Callable[[], object], names: list[str]) -> 
     assert all(name in str(error.value) for name in names)
 
 
+def test_a_slope_whose_inverse_overflows() -> None:
+    prior, z = eq.LeakyNonNegative(2.0**-129), torch.tensor([-(2.0**-62), 0.0, 2.0])
+    assert prior.value(z).tolist() == [16.0, 0.0, 0.0]
+    assert prior.subdifferential(z)[0].tolist() == [-(2.0**67), 0.0, 0.0]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("tau", [1e-12, 1e-6, 1e-3, 0.1, 0.9, 3.0, 1e3])
 def test_logistic_prox_keeps_the_digits_of_small_values(tau: float, dtype: torch.dtype) -> None:

@@ -96,6 +96,26 @@ def test_the_minimizer_is_cvxpys(name: str) -> None:
         np.testing.assert_allclose(found.value.numpy(), want, atol=2e-5, err_msg=str(solver))
 
 
+@pytest.mark.parametrize("solver", [eq.ADMM(), eq.ChambollePock()])
+def test_equations_with_many_solutions_in_float32(solver: SplittingOfSum) -> None:
+    """K'K is singular; rounded to float32 its zero eigenvalues are not zero."""
+    K = np.random.default_rng(0).normal(size=(2, 4))
+    at = torch.tensor([[0.3, -1.2]])
+    problem = eq.Composite(eq.Free(), [(eq.Box(at, at), torch.tensor(K).float())])
+    found = eq.minimize(problem, torch.zeros(1, 4), solver=solver)
+    assert bool(found.converged.all())
+    nearest = np.linalg.lstsq(K, at[0].numpy(), rcond=None)[0]  # to the start
+    np.testing.assert_allclose(found.value[0].numpy(), nearest, atol=1e-5)
+
+
+@pytest.mark.parametrize("solver", [eq.ADMM(), eq.ChambollePock()])
+def test_an_operator_that_is_zero(solver: SplittingOfSum) -> None:
+    terms = [(eq.SoftThreshold(1.0), torch.zeros(2, 5).double())]
+    fit = eq.LeastSquares(None, X[:, :5])
+    found = eq.minimize(eq.Composite(eq.Free(), terms, fit), solver=solver)
+    torch.testing.assert_close(found.value, X[:, :5])
+
+
 @pytest.mark.parametrize("solver", [eq.DouglasRachford(), eq.ADMM(), eq.ChambollePock()])
 def test_a_point_where_sets_meet_has_converged(solver: SplittingOfSum) -> None:
     """The duals are 0 there, and what is left of them is rounding."""
@@ -242,6 +262,15 @@ def test_the_bound_of_a_certificate_holds(seed: int, level: float) -> None:
     far = (z - best).norm(dim=1)
     assert bool((far <= found.error_bound * (1 + 1e-6)).all())
     assert bool((problem.objective(z) - problem.objective(best) <= found.value_bound + 1e-12).all())
+
+
+def test_a_bound_is_as_close_in_units_beyond_those_of_float32() -> None:
+    def bound(unit: float) -> Tensor:
+        fit = eq.LeastSquares(None, X[:, :5], unit)
+        problem = eq.Composite(eq.Free(), [(eq.SoftThreshold(0.3 * unit), D)], fit)
+        return eq.certify(problem, z=eq.TotalVariation(0.3).prox(X[:, :5])).error_bound
+
+    torch.testing.assert_close(bound(1e60), bound(1.0), rtol=1.0, atol=1e-5)
 
 
 def test_a_bound_contains_the_rounding_of_an_answer_that_is_as_good_as_exact() -> None:

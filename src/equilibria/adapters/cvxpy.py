@@ -18,7 +18,7 @@ from torch import Tensor
 from equilibria import problems as p
 from equilibria.engine.optional import needs
 from equilibria.problems.joint_priors import Translated
-from equilibria.problems.kernels import SumCoupling
+from equilibria.problems.kernels import parts_of
 from equilibria.problems.priors import aligned
 
 
@@ -130,16 +130,16 @@ class _Reader:
         """Collect w·e, a part of the objective."""
         kind, args = _kind(e), e.args
         fixed = [not a.variables() for a in args]
-        if not e.variables():
-            return  # a constant moves no minimizer
-        if e.is_affine():
+        if not e.variables() or not (w.requires_grad or w.any()):
+            return  # a constant, or a part of weight 0, moves no minimizer
+        if kind == "multiply" and any(fixed):
+            self.add(args[fixed.index(False)], w * self.number(args[fixed.index(True)]))
+        elif e.is_affine():
             slope = self.at(e, self.units)[1][..., 0]
             self.smooth.append(p.Linear(self.zero, self.rowwise(-w.reshape(-1, 1) * slope)))
         elif kind in ("AddExpression", "NegExpression"):
             for a in args:
                 self.add(a, -w if kind == "NegExpression" else w)
-        elif kind == "multiply" and any(fixed):
-            self.add(args[fixed.index(False)], w * self.number(args[fixed.index(True)]))
         elif kind == "DivExpression" and fixed[1]:
             self.add(args[0], w / self.number(args[1]))
         else:
@@ -217,10 +217,13 @@ class _Reader:
         prior: p.Prior = p.Free()
         live = self.lower.requires_grad or self.upper.requires_grad
         positive = not live and not self.lower.any() and bool((self.upper == math.inf).all())
-        simplex = positive and len(self.totals) == 1 and not self.totals[0][0].requires_grad
-        if simplex:
+        simplex = False
+        if positive and len(self.totals) == 1 and not self.totals[0][0].requires_grad:
             K, k = self.totals[0]
-            prior = p.Simplex((-k / K[0, 0])[:, 0] if len(k) > 1 else -k[0, 0] / K[0, 0])
+            total = (-k / K[0, 0])[:, 0]
+            simplex = bool((total > 0).all())
+        if simplex:
+            prior = p.Simplex(total if len(total) > 1 else total[0])
         elif positive:
             prior = p.NonNegative()
         elif live or bool(self.lower.isfinite().any() | self.upper.isfinite().any()):
@@ -324,15 +327,15 @@ def to_cvxpy(problem: p.HiddenProblem, sample: int = 0) -> Any:
         matrix, out = _matrix(K, shape)
         value, more = _written(cp, h, matrix @ z, out)
         total, rules = total + value, rules + more
-    for q, K in smooth.parts if isinstance(smooth, SumCoupling) else [(smooth, None)]:
-        matrix, inner = (same, shape) if K is None else _matrix(K, shape)
+    for q, K in [] if smooth is None else parts_of(smooth):
+        matrix, inner = _matrix(K, shape)
         if isinstance(q, p.LeastSquares):
             fit = (_matrix(q.operator, inner)[0] @ matrix) @ z - q.c.flatten().numpy()
             total = total + 0.5 * float(q.weight) * cp.sum_squares(fit)
         elif isinstance(q, p.Linear):
             W = _matrix(q.operator, inner)[0] @ matrix
             total, quadratic = total - (q.c.flatten().numpy() @ matrix) @ z, quadratic - W.T @ W
-        elif q is not None:
+        else:
             raise _not_written(q)
     if quadratic.any():
         total = total + 0.5 * cp.quad_form(z, quadratic)
@@ -366,6 +369,9 @@ def _written(cp: Any, f: p.Prior, y: Any, shape: tuple[int, ...]) -> tuple[Any, 
         places = places.movedim(dims, tuple(range(-len(dims), 0)))
         return [y[g.numpy()] for g in places.reshape(-1, places.shape[-len(dims) :].numel())]
 
+    def jumps() -> list[Any]:
+        return [cp.diff(g) for g in groups() if g.size > 1]
+
     def one(name: str) -> float:  # the parameter of a prior that is not elementwise
         held = torch.as_tensor(getattr(f, name))
         if held.numel() > 1:
@@ -389,8 +395,8 @@ def _written(cp: Any, f: p.Prior, y: Any, shape: tuple[int, ...]) -> tuple[Any, 
         p.SoftThreshold: lambda: each("weight") @ cp.abs(y),
         p.HalfSpace: lambda: [each("normal") @ y <= one("offset")],
         p.Simplex: lambda: [y >= 0, *(cp.sum(g) == one("total") for g in groups())],
-        p.TotalVariation: lambda: one("weight") * sum(cp.norm1(cp.diff(g)) for g in groups()),
-        p.Isotonic: lambda: [cp.diff(g) >= 0 for g in groups()],
+        p.TotalVariation: lambda: one("weight") * sum(map(cp.norm1, jumps())),
+        p.Isotonic: lambda: [jump >= 0 for jump in jumps()],
         p.Ball: lambda: [cp.norm(g, 2) <= one("radius") for g in groups()],
         p.GroupSoftThreshold: lambda: one("weight") * sum(cp.norm(g, 2) for g in groups()),
     }

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from equilibria.engine.result import Solution
 from equilibria.engine.tree import sample_norm
-from equilibria.problems.kernels import Curvature
+from equilibria.problems.kernels import Curvature, as_number
 from equilibria.problems.norms import UNIT, NormBound, exact
 from equilibria.problems.problem import HiddenProblem, Problem
 from equilibria.problems.solving import minimize
@@ -182,10 +182,6 @@ def _input_norm(layer: Any, x: Tensor, problem: HiddenProblem) -> float | None:
     return float(bound(x.shape[1:]) if inspect.signature(bound).parameters else bound())
 
 
-def _number(values: Tensor) -> float | Tensor:
-    return float(values) if values.ndim == 0 else values
-
-
 def _certify(
     given: HiddenProblem, state: Tensor, input_norm: float | None, solver: str
 ) -> Certificate:
@@ -209,7 +205,7 @@ def _certify(
         shown = problem.coupling.numbers(tuple(z.shape[1:]))
         reach = problem.coupling.features_norm() if input_norm is None else input_norm
     lipschitz, note = found.lipschitz, found.lipschitz_note
-    local, local_note = local_lipschitz(problem, z, error, _number(lower), reach)
+    local, local_note = local_lipschitz(problem, z, error, as_number(lower), reach)
     if not believed:
         lipschitz = local = None
         note = local_note = "m and L are not known"
@@ -219,9 +215,9 @@ def _certify(
         notes.append("Lipschitz constants are in c alone, the parameters of the prior fixed")
     return Certificate(
         kinds=tuple(_kind(*row) for row in zip(*columns, strict=True)),
-        contraction=_number(factor),
-        modulus=_number(lower),
-        smoothness=_number(upper),
+        contraction=as_number(factor),
+        modulus=as_number(lower),
+        smoothness=as_number(upper),
         modulus_local=torch.maximum(local_modulus(problem, z), m),
         objective=objective,
         stationarity=problem.stationarity(z),
@@ -282,7 +278,7 @@ class _Measured:
         # The exact residual is within ``off`` [B] of this one.
         self.off, self.derived = residual_rounding(problem, z, self.image)
         self.rigorous = self.derived and self.curvature.rigorous and not self.sampled
-        modulus = _number(self.bounds[0])
+        modulus = as_number(self.bounds[0])
         self.lipschitz, self.lipschitz_note = global_lipschitz(problem, modulus, input_norm)
         if self.prior_varies and input_norm is not None:
             self.lipschitz = None
@@ -356,10 +352,7 @@ def _kind(unique: bool, contracts: bool, near: bool) -> Guarantee:
 
 def _outward(curvature: Curvature, z: Tensor, *, together: bool) -> tuple[Tensor, Tensor, Tensor]:
     """m rounded down, L rounded up, and ρ = max(|1 − m|, |L − 1|); of the worst where together."""
-    lower, upper = (
-        torch.as_tensor(t, dtype=z.dtype, device=z.device)
-        for t in (curvature.lower, curvature.upper)
-    )
+    lower, upper = curvature.ends(z)
     lower = lower - 16 * UNIT * (1.0 + lower.abs())
     upper = upper + 16 * UNIT * (1.0 + upper.abs())
     if together:
@@ -371,8 +364,7 @@ def _own_modulus(problem: Problem) -> Tensor:
     """a: the modulus of everything in G but the prior and the coupling (without R, 1 or 0)."""
     if problem.regularizer is None:
         return torch.full((), problem.ridge, dtype=torch.float64)
-    whole = torch.as_tensor(problem.curvature().lower, dtype=torch.float64)
-    part = torch.as_tensor(problem.coupling.curvature().lower, dtype=torch.float64)
+    whole, part = (p.curvature().ends()[0] for p in (problem, problem.coupling))
     return (whole - part) * (1.0 - 1e-14)
 
 

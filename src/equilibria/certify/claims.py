@@ -6,15 +6,13 @@ state is proven, and tested.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from equilibria.engine.tree import per_sample, sample_norm
-from equilibria.problems.kernels import Activated, Coupling, SumCoupling, inner
+from equilibria.problems.kernels import Activated, Coupling, inner, parts_of
 from equilibria.problems.objective import ritz_ends
-from equilibria.problems.operators import LinearOperator, ModuleOperator, TransposedOperator
+from equilibria.problems.operators import ModuleOperator, TransposedOperator
 from equilibria.problems.priors import Prior
 from equilibria.problems.problem import Problem
 from equilibria.problems.regularizers import Regularizer
@@ -51,17 +49,12 @@ def refuted(problem: Problem, z: Tensor) -> list[str]:
     found = [refuted_bounds(q, z)]
     if not prior_is_ours(prior):
         found.append(refuted_prox(prior, z - problem.gradient(z)))
-    for part, K in _parts(q):
+    for part, K in parts_of(q):
         if isinstance(part, Activated) and not prior_is_ours(part.prior):
-            image = z if K is None else K(z)
-            found.append(refuted_prox(part.prior, part.operator(image) + part.c))
+            found.append(refuted_prox(part.prior, part.operator(K(z)) + part.c))
     if regularizer is not None:
         found.append(refuted_regularizer(regularizer, problem.regularize, z))
     return [text for text in found if text is not None]
-
-
-def _parts(q: Coupling) -> Sequence[tuple[Coupling, LinearOperator | None]]:
-    return q.parts if isinstance(q, SumCoupling) else ((q, None),)
 
 
 def refuted_regularizer(regularizer: Regularizer, form: str, z: Tensor) -> str | None:
@@ -83,13 +76,11 @@ def refuted_regularizer(regularizer: Regularizer, form: str, z: Tensor) -> str |
 
 def refuted_bounds(q: Coupling, z: Tensor) -> str | None:
     """Which of m and L a Ritz value of the Hessian around z lies outside of, or None."""
-    ours = all(_ours(part) and (K is None or _ours(K)) for part, K in _parts(q))
+    ours = all(_ours(part) and _ours(K) for part, K in parts_of(q))
     bounds = q.curvature()
     if bounds.basis == "estimated" or (bounds.rigorous and ours):
         return None
-    low, high = (
-        torch.as_tensor(t, dtype=z.dtype, device=z.device) for t in (bounds.lower, bounds.upper)
-    )
+    low, high = bounds.ends(z)
     if _mixes(q, z):
         return "smooth makes the samples of a batch depend on each other"
     for point in _cloud(z, 4):

@@ -54,7 +54,7 @@ def local_modulus(problem: HiddenProblem, z: Tensor) -> Tensor:
     found = tight_curvature(problem, z)
     if not found.rigorous:
         return z.new_full((z.shape[0],), -math.inf)
-    lower = torch.as_tensor(found.lower, dtype=z.dtype, device=z.device).expand(z.shape[0])
+    lower = found.ends(z)[0].expand(z.shape[0])
     lower = lower - 16 * UNIT * (1.0 + lower.abs())
     return torch.where(lower.isnan(), -math.inf, lower)
 

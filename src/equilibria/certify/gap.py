@@ -57,7 +57,7 @@ def _rounding(problem: Composite, z: Tensor, y: list[Tensor], bounds: Curvature)
     """An estimate, [B], of what rounding does to r: as many roundings as terms of its parts."""
     terms = 64 + sum(t[0].numel() for t in (z, *y))
     parts = [problem.gradient(torch.zeros_like(z)), problem.gradient(z), problem.pull(y, z)]
-    high = torch.as_tensor(bounds.upper, dtype=z.dtype, device=z.device)
+    high = bounds.ends(z)[1]
     reach = torch.where(high.isfinite(), high, 0.0) * norm(z)
     return SAFETY * sum_error(terms) * (sum((norm(part) for part in parts), reach))
 
@@ -72,7 +72,7 @@ def certify_sum(given: Composite, state: Tensor, solver: str) -> GapCertificate:
     bounds = problem.curvature()
     off = _rounding(problem, z, y, bounds)
     rest = residual + off
-    m = torch.as_tensor(bounds.lower, dtype=z.dtype, device=z.device).expand(z.shape[0])
+    m = bounds.ends(z)[0].expand(z.shape[0])
     m = m - 16 * UNIT * m.abs()
     notes = ["rounding is an estimate: none is derived for a sum"]
     if bounds.basis:

@@ -240,6 +240,10 @@ class CustomPrior(Prior):
         f = area - 0.5 * (live - point) ** 2
         return torch.where(inside, f, math.inf).to(at_least_float32(z).dtype)
 
+    def into_domain(self, z: Tensor) -> Tensor:
+        table = self._table(z.device)  # the prox of a short step may lie beyond its ends
+        return z.clamp(table.height[0].to(z.dtype), table.height[-1].to(z.dtype))
+
     def subdifferential(self, z: Tensor) -> tuple[Tensor, Tensor]:
         inside, point, table = self._locate(z)
         low, high = table.height[0], table.height[-1]

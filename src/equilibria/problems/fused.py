@@ -48,6 +48,7 @@ from equilibria.solvers import Picard, ProximalGradient
 from .gaussian import Gaussian
 from .kernels import Activated
 from .operators import ConvOperator
+from .parts import times
 from .priors import Free, NonNegative
 from .problem import Problem
 
@@ -180,7 +181,7 @@ class _FusedSteps(torch.autograd.Function):
         kernel = run.kernel(c, metric, gamma)
         (weight, flipped), run.kernels = run.kernels, ()
         # At stride 1 the adjoint of a convolution is the one with the flipped kernel.
-        flipped = _times(run.outer, flipped)
+        flipped = times(run.outer, flipped)
         following: Tensor | None = None if run.zero_start else z0
         for step in range(run.steps):
             z = following
@@ -244,7 +245,7 @@ def _pull(
     dc, dm, dgamma = kernel.pull(a, p, scale, with_metric=needs[2], with_gamma=needs[3])
     dw = None
     if needs[1]:
-        dw = _times(run.outer, _weight_gradient(d, message, weight))
+        dw = times(run.outer, _weight_gradient(d, message, weight))
         if z is not None:
             dw = dw.add_(_weight_gradient(z, dc, weight), alpha=run.sign)
     return (
@@ -259,10 +260,6 @@ def _layout(maps: Tensor) -> torch.memory_format:
     """How weights should lie: a convolution would bring them there each time."""
     last = maps.is_contiguous(memory_format=torch.channels_last) and not maps.is_contiguous()
     return torch.channels_last if last else torch.contiguous_format
-
-
-def _times(factor: float, t: Tensor) -> Tensor:
-    return t if factor == 1.0 else factor * t
 
 
 def _weight_gradient(x: Tensor, g: Tensor, weight: Tensor) -> Tensor:

@@ -37,13 +37,9 @@ from equilibria.problems.priors import (
     check_parameter,
     graph_zero,
     log_wright_omega,
+    per_sample_sum,
     step_of_samples,
 )
-
-
-def _total(t: Tensor) -> Tensor:
-    """The sum over all but the batch. [B, ...] → [B]."""
-    return t.flatten(1).sum(1) if t.ndim > 1 else t
 
 
 def _slack(z: Tensor, terms: int) -> float:
@@ -136,7 +132,7 @@ class _AlongDims(JointPrior):
 
 def _indicator(z: Tensor, inside: Tensor) -> Tensor:
     """0 where ``inside`` ``[B]`` holds, else ``+inf``."""
-    return torch.where(inside, _total(graph_zero(at_least_float32(z))), math.inf)
+    return torch.where(inside, per_sample_sum(graph_zero(at_least_float32(z))), math.inf)
 
 
 def _all(t: Tensor) -> Tensor:
@@ -251,7 +247,7 @@ class Entropy(_AlongDim):
         inside = _all(near) & _all(lines >= 0)
         safe = torch.where(per_sample(inside, lines), lines, 0.5)
         entropy = (safe * safe.clamp(min=torch.finfo(z.dtype).tiny).log()).sum(-1, keepdim=True)
-        value = _total((self._like_lines("weight", z) * entropy).to(lines.dtype))
+        value = per_sample_sum((self._like_lines("weight", z) * entropy).to(lines.dtype))
         return torch.where(inside, value, math.inf)
 
     def prox(self, v: Tensor, tau: float | Tensor = 1.0) -> Tensor:
@@ -324,8 +320,8 @@ class HalfSpace(JointPrior):
             )
         length = sizes(normal.reshape(len(z), -1), 1).flatten()
         normal, offset = normal / per_sample(length, z), offset.flatten() / length
-        size = _total((normal * wide).abs().detach()) + offset.detach().abs()
-        return normal, _total(normal * wide) - offset, _slack(z, z[0].numel()) * size
+        size = per_sample_sum((normal * wide).abs().detach()) + offset.detach().abs()
+        return normal, per_sample_sum(normal * wide) - offset, _slack(z, z[0].numel()) * size
 
     def value(self, z: Tensor) -> Tensor:
         _, excess, off = self._measured(z)
@@ -341,7 +337,7 @@ class HalfSpace(JointPrior):
 
     def least_subgradient(self, z: Tensor, g: Tensor) -> Tensor:
         normal, excess, off = self._measured(z)
-        pull = torch.relu(-_total(normal * g))
+        pull = torch.relu(-per_sample_sum(normal * g))
         held = torch.where(excess >= -off, pull, 0.0)
         return self._where_finite(z, g + per_sample(held, z) * normal)
 
@@ -410,7 +406,7 @@ class GroupSoftThreshold(_OfNorms):
 
     def value(self, z: Tensor) -> Tensor:
         size, weight = self._norm(z)
-        return _total((weight * size).to(size.dtype))
+        return per_sample_sum((weight * size).to(size.dtype))
 
     @staticmethod
     def _shrink(v: Tensor, size: Tensor, threshold: Parameter) -> Tensor:
@@ -543,7 +539,7 @@ class NuclearNorm(_AlongDims):
         finite = _finite_matrices(wide)
         sigma = torch.linalg.svdvals(torch.where(finite, wide, 0.0)).unsqueeze(-1)
         sigma = torch.where(finite, sigma, math.nan)
-        return _total((weight * sigma).to(sigma.dtype))
+        return per_sample_sum((weight * sigma).to(sigma.dtype))
 
     def prox(self, v: Tensor, tau: float | Tensor = 1.0) -> Tensor:
         return self._shrink(v, step_of_samples(tau, v) * self._weight(v)).to(v.dtype)
@@ -740,7 +736,7 @@ class TotalVariation(_Chain):
     def value(self, z: Tensor) -> Tensor:
         lines = self._lines(z)
         jumps = lines.diff(dim=-1).abs().sum(-1, keepdim=True)
-        return _total((self._like_lines("weight", z) * jumps).to(lines.dtype))
+        return per_sample_sum((self._like_lines("weight", z) * jumps).to(lines.dtype))
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,13 @@ from equilibria.problems.norms import (
     norm_upper,
     sum_error,
 )
-from equilibria.problems.operators import LinearOperator, Weights, as_operator
+from equilibria.problems.operators import (
+    IDENTITY,
+    IdentityOperator,
+    LinearOperator,
+    Weights,
+    as_operator,
+)
 from equilibria.problems.parts import Part
 from equilibria.problems.priors import Prior, at_least_float32, per_sample_sum
 
@@ -40,6 +46,11 @@ SIGMOID_CURVATURE = 4.0 / (3.0 * math.sqrt(3.0))  # max of |2t(1 − t²)| over 
 
 class DegenerateKernelWarning(UserWarning):
     """The polynomial kernel as printed has T(0) = 0 for every input."""
+
+
+def as_number(values: Tensor) -> float | Tensor:
+    """A tensor without dimensions as a float; any other as it is."""
+    return values if values.ndim else float(values)
 
 
 @dataclass(frozen=True)
@@ -58,13 +69,19 @@ class Curvature:
     """Where bounds that are not rigorous come from: the user, or a sample of the spectrum, from
     which nothing may be concluded."""
 
+    def ends(self, like: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Both bounds in the type and on the device of ``like``; without it in float64."""
+        dtype, device = (torch.float64, None) if like is None else (like.dtype, like.device)
+        low, high = (torch.as_tensor(t, dtype=dtype) for t in (self.lower, self.upper))
+        return low.to(device=device), high.to(device=device)
+
     def envelope(self) -> Curvature:
         """Of the Moreau envelope: h ↦ h/(1 + h), increasing; it has no bound where h ≤ −1."""
-        low, high = (torch.as_tensor(t, dtype=torch.float64) for t in (self.lower, self.upper))
+        low, high = self.ends()
         high = torch.where(high > -1.0, 1.0 - 1.0 / (1.0 + high), math.inf)
         low = torch.where(low > -1.0, 1.0 - 1.0 / (1.0 + low), -math.inf)
-        ends = [t if t.ndim else float(t) for t in (low, high)]
-        return replace(self, lower=ends[0], upper=ends[1], note=f"envelope of: {self.note}")
+        note = f"envelope of: {self.note}"
+        return replace(self, lower=as_number(low), upper=as_number(high), note=note)
 
 
 def inner(a: Tensor, b: Tensor) -> Tensor:
@@ -97,8 +114,7 @@ class Coupling(Part, ABC):
 
     def __add__(self, other: Coupling) -> SumCoupling:
         """q₁ + q₂, each with its own operator: a problem at several scales is one problem."""
-        sides = [q.parts if isinstance(q, SumCoupling) else ((q, None),) for q in (self, other)]
-        return SumCoupling(*sides[0], *sides[1])
+        return SumCoupling(*parts_of(self), *parts_of(other))
 
     def compose(self, K: Weights) -> SumCoupling:
         """z ↦ q(Kz), with bounds from those of q and the norms of K."""
@@ -264,7 +280,7 @@ class ImageCoupling(Coupling):
 
 
 class _WithLinearTerm(Coupling):
-    """q(z) = −φ(⟨c, z⟩) − ½‖Wz‖² with a scalar φ; c has the shape of z.
+    """q(z) = −φ(⟨c, z⟩) − ½‖Wz‖² with a scalar φ, here φ(t) = t; c has the shape of z.
 
     ∇q = −φ′(t)c − WᵀWz and ∇²q = −φ″(t)ccᵀ − WᵀW with t = ⟨c, z⟩.
     """
@@ -282,26 +298,26 @@ class _WithLinearTerm(Coupling):
     def _image_shape(self) -> tuple[int, ...]:
         return self.operator.output_shape(self.c.shape[1:])
 
-    @abstractmethod
-    def _phi(self, t: Tensor) -> Tensor: ...
+    def _phi(self, t: Tensor) -> Tensor:
+        return t
 
-    @abstractmethod
-    def _slope(self, t: Tensor) -> Tensor: ...
+    def _slope(self, t: Tensor) -> Tensor:
+        return torch.ones_like(t)
 
-    @abstractmethod
-    def _bend(self, t: Tensor) -> Tensor: ...
+    def _bend(self, t: Tensor) -> Tensor:
+        return torch.zeros_like(t)
 
-    @abstractmethod
     def _slope_error(self, t: Tensor, off: Tensor) -> tuple[Tensor, Tensor]:
         """|φ′| at most, and the error of the computed φ′(t) where t is off by ``off``. [B] each."""
+        return self._slope(t), torch.zeros_like(t)
 
-    @abstractmethod
     def _slope_range(self, t: Tensor, far: Tensor) -> tuple[Tensor, Tensor]:
         """|φ′| and |φ″| at most, within ``far`` of t. [B] each."""
+        return self._slope(t), self._bend(t)
 
-    @abstractmethod
     def _bend_change(self, t: Tensor, far: Tensor) -> Tensor:
         """By how much φ″ changes at most within ``far`` of t. [B]."""
+        return torch.zeros_like(t)
 
     def check_state(self, z: Tensor) -> None:
         if z.shape != self.c.shape:
@@ -397,14 +413,7 @@ class _WithLinearTerm(Coupling):
 class Linear(_WithLinearTerm):
     """q(z) = −⟨c, z⟩ − ½‖Wz‖², −∇q = WᵀWz + c (OptEq; GEQ Eq 3–4). c has the shape of z."""
 
-    def _phi(self, t: Tensor) -> Tensor:
-        return t
-
-    def _slope(self, t: Tensor) -> Tensor:
-        return torch.ones_like(t)
-
-    def _bend(self, t: Tensor) -> Tensor:
-        return torch.zeros_like(t)
+    local_curvature = Coupling.local_curvature
 
     def grad(self, z: Tensor) -> Tensor:
         self.check_state(z)
@@ -413,15 +422,6 @@ class Linear(_WithLinearTerm):
     def hvp(self, z: Tensor, v: Tensor) -> Tensor:
         self.check_state(v)
         return -self._gram(v)
-
-    def _slope_error(self, t: Tensor, off: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.ones_like(t), torch.zeros_like(t)
-
-    def _slope_range(self, t: Tensor, far: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.ones_like(t), torch.zeros_like(t)
-
-    def _bend_change(self, t: Tensor, far: Tensor) -> Tensor:
-        return torch.zeros_like(t)
 
     def rounding_error(self, z: Tensor) -> Tensor | None:
         off = self._gram_error(z)
@@ -451,10 +451,6 @@ class Linear(_WithLinearTerm):
         """−‖W‖² ≤ ∇²q ≤ 0."""
         return Curvature(-(self.norm_upper() ** 2), 0.0, True, "every z: ∇²q = −WᵀW")
 
-    def local_curvature(self, z: Tensor) -> Curvature:
-        self.check_state(z)
-        return self.curvature()
-
 
 class Polynomial(_WithLinearTerm):
     """q(z) = −(a + ⟨c, z⟩)ᵈ − ½‖Wz‖² (GEQ full, Table 4, has a = 0). c has the shape of z.
@@ -464,22 +460,17 @@ class Polynomial(_WithLinearTerm):
     warning and a start away from zero; a = 1, the default, is the usable one.
 
     Args:
-        degree: d ≥ 2.
+        degree: d ≥ 2; degree 1 is the ``Linear`` coupling.
         offset: a, 1.0 or 0.0.
     """
 
     def __init__(self, W: Weights, c: Tensor, degree: int = 2, offset: float = 1.0) -> None:
         super().__init__(W, c)
-        if isinstance(degree, bool) or not isinstance(degree, int):
-            raise TypeError(f"Polynomial(degree={degree!r}): expected an integer of at least 2.")
-        if degree < 2:
-            raise ValueError(
-                f"Polynomial(degree={degree}) is out of range: expected an integer of at least 2 "
-                "(degree 1 is the Linear coupling)."
-            )
+        self.degree = degree
+        check_number(self, "degree", low=2, integer=True)
         if offset not in (0.0, 1.0):
             raise ValueError(f"Polynomial(offset={offset!r}): expected 0.0 (as printed) or 1.0.")
-        self.degree, self.offset = degree, float(offset)
+        self.offset = float(offset)
         if offset == 0.0:
             warnings.warn(
                 "Polynomial(offset=0.0), the kernel as printed, is degenerate: z = 0 is an "
@@ -663,22 +654,28 @@ class Activated(ImageCoupling):
         return Curvature(lower, 0.0, not self.prior.sampled, note)
 
 
+def _product(bound: Tensor, square: float) -> Tensor:
+    """Of a bound and a squared norm: 0 where one of them is, and the other is not known (inf)."""
+    return torch.where((bound == 0) | (square == 0), 0.0, bound * square)
+
+
+def parts_of(q: Coupling) -> tuple[tuple[Coupling, LinearOperator], ...]:
+    """The pairs (qᵢ, Kᵢ) of a sum Σ qᵢ(Kᵢz); of another coupling itself and the identity."""
+    return q.parts if isinstance(q, SumCoupling) else ((q, IDENTITY),)
+
+
 class SumCoupling(Coupling):
-    """Σ qᵢ(Kᵢz), each with its own linear operator or none; made by ``+`` and ``compose``."""
+    """Σ qᵢ(Kᵢz), each with its own linear operator; made by ``+`` and ``compose``."""
 
     parameters = ("parts",)
 
-    def __init__(self, *parts: tuple[Coupling, LinearOperator | None]) -> None:
+    def __init__(self, *parts: tuple[Coupling, LinearOperator]) -> None:
         self.parts = parts
 
     def _each(self, z: Tensor) -> Iterator[tuple[Coupling, Tensor, Callable[[Tensor], Tensor]]]:
         """qᵢ, Kᵢz and Kᵢᵀ."""
         for q, K in self.parts:
-            yield (
-                (q, z, lambda y: y)
-                if K is None
-                else (q, K(z), partial(K.adjoint, in_shape=z.shape[1:]))
-            )
+            yield q, K(z), partial(K.adjoint, in_shape=z.shape[1:])
 
     def value(self, z: Tensor) -> Tensor:
         return torch.stack([q.value(image) for q, image, _ in self._each(z)]).sum(0)
@@ -701,15 +698,15 @@ class SumCoupling(Coupling):
         low: Any = 0.0
         high: Any = 0.0
         for c, (_, K) in zip(found, self.parts, strict=True):
-            least, most = (1.0, 1.0) if K is None else (K.norm_lower() ** 2, K.norm_upper() ** 2)
-            m, upper = (torch.as_tensor(t, dtype=torch.float64) for t in (c.lower, c.upper))
-            m = torch.where(m >= 0, m * least, m * most)
-            upper = torch.where(upper >= 0, upper * most, upper * least)
+            least, most = K.norm_lower() ** 2, K.norm_upper() ** 2
+            m, upper = c.ends()
+            m = torch.where(m >= 0, _product(m, least), _product(m, most))
+            upper = torch.where(upper >= 0, _product(upper, most), _product(upper, least))
             low, high = low + m - 8 * UNIT * m.abs(), high + upper + 8 * UNIT * upper.abs()
         kinds = {c.basis for c in found}
         return Curvature(
-            low if low.ndim else float(low),
-            high if high.ndim else float(high),
+            as_number(low),
+            as_number(high),
             all(c.rigorous for c in found),
             "; ".join(dict.fromkeys(c.note for c in found)),
             "estimated" if "estimated" in kinds else "given" if "given" in kinds else "",
@@ -721,7 +718,7 @@ class SumCoupling(Coupling):
             bend = q.hessian_lipschitz()
             if bend is None:
                 return None
-            total = total + bend * (1.0 if K is None else K.norm_upper() ** 3) * (1 + 16 * UNIT)
+            total = total + bend * K.norm_upper() ** 3 * (1 + 16 * UNIT)
         return total
 
     def rounding_error(self, z: Tensor) -> Tensor | None:
@@ -739,7 +736,7 @@ class SumCoupling(Coupling):
 
     def default_start(self, shape: Sequence[int] | None = None) -> Tensor:
         q, K = self.parts[0]
-        if K is None:
+        if isinstance(K, IdentityOperator):
             return q.default_start(shape)
         image = q.default_start()
         full = (image.shape[0], *K.input_shape(image.shape[1:]))

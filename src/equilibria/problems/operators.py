@@ -223,6 +223,9 @@ class IdentityOperator(LinearOperator):
         return 1.0
 
 
+IDENTITY = IdentityOperator(torch.empty(0))
+
+
 class DifferenceOperator(LinearOperator):
     """Differences to the next entry along each of ``dims``, 0 at the end: [B, *s] → [B, k, *s].
 
@@ -687,7 +690,7 @@ class TransposedOperator(LinearOperator):
     """
 
     def __init__(self, base: LinearOperator) -> None:
-        self.base = base
+        self.base, self.weight = base, base.weight
 
     def __call__(self, z: Tensor) -> Tensor:
         return self.base.adjoint(z, self.output_shape(z.shape[1:]))
@@ -722,14 +725,6 @@ class TransposedOperator(LinearOperator):
     def in_shape(self) -> tuple[int, ...] | None:
         shape = self.base.in_shape
         return None if shape is None else self.base.output_shape(shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.base.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.base.device
 
 
 Weights = LinearOperator | Tensor | nn.Module

@@ -414,8 +414,8 @@ class LeakyNonNegative(Prior):
 
     def value(self, z: Tensor) -> Tensor:
         below = at_least_float32(z).clamp(max=0.0)
-        slope = aligned(self, "slope", z)
-        return ((0.5 * (1.0 / slope - 1.0)) * below * below).to(below.dtype)
+        slope = aligned(self, "slope", z)  # 1/slope alone may overflow
+        return (0.5 * (1.0 - slope) * below * below / slope).to(below.dtype)
 
     def prox(self, v: Tensor, tau: float | Tensor = 1.0) -> Tensor:
         slope = aligned(self, "slope", v)
@@ -423,8 +423,8 @@ class LeakyNonNegative(Prior):
         return torch.where(v >= 0, v, v * factor).to(v.dtype)
 
     def subdifferential(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        below = at_least_float32(z).clamp(max=0.0)
-        derivative = ((1.0 / aligned(self, "slope", z) - 1.0) * below).to(below.dtype)
+        below, slope = at_least_float32(z).clamp(max=0.0), aligned(self, "slope", z)
+        derivative = ((1.0 - slope) * below / slope).to(below.dtype)
         return derivative, derivative
 
 

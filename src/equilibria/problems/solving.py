@@ -124,7 +124,7 @@ def warn_refuted(problem: Problem, start: Tensor, end: Tensor) -> None:
     b = torch.where(still, problem.step(a, problem.unit_step()), end.detach())
     square = inner(b - a, b - a)
     mean = inner(problem.gradient(b) - problem.gradient(a), b - a) / square
-    low, high = (torch.as_tensor(t, device=a.device) for t in (bounds.lower, bounds.upper))
+    low, high = bounds.ends(square)
     rounding = 64 * torch.finfo(a.dtype).eps * (inner(a, a) / square).sqrt()
     slack = (1e-3 + rounding) * torch.maximum(low.abs(), high.abs())
     outside = (mean < low - slack) | (mean > high + slack)

@@ -27,10 +27,10 @@ from equilibria.engine.result import NotConvergedError, Result, Solution, warn_u
 from equilibria.engine.solver import Bounds, Choice, SolverOptions
 from equilibria.engine.tree import per_sample, sample_norm
 from equilibria.entry import TrajectoryCallback, fixed_point
-from equilibria.problems.kernels import Coupling, Curvature, SumCoupling, inner
+from equilibria.problems.kernels import Coupling, Curvature, inner, parts_of
 from equilibria.problems.objective import LeastSquares
-from equilibria.problems.operators import IdentityOperator, Weights, as_operator
-from equilibria.problems.parts import replaced
+from equilibria.problems.operators import IDENTITY, IdentityOperator, Weights, as_operator
+from equilibria.problems.parts import replaced, times
 from equilibria.problems.priors import Free, Prior
 from equilibria.problems.problem import HiddenProblem
 from equilibria.solvers import Auto
@@ -47,13 +47,9 @@ _PLAIN = Implicit()
 _ADJOINT = Implicit(solver=GMRES(restart=60, max_steps=2000))  # J may have eigenvalues near 1
 
 
-def _times(factor: float, t: Tensor) -> Tensor:
-    return t if factor == 1.0 else factor * t
-
-
 def _prox(h: Prior, k: float, v: Tensor, tau: float) -> Tensor:
     """``prox`` of ``v -> h(kv)``."""
-    return _times(1.0 / k, h.prox(_times(k, v), k * k * tau))
+    return times(1.0 / k, h.prox(times(k, v), k * k * tau))
 
 
 class Composite(HiddenProblem):
@@ -80,8 +76,7 @@ class Composite(HiddenProblem):
         *,
         inverse: Inverse | None = None,
     ) -> None:
-        identity = IdentityOperator(torch.empty(0))
-        self.terms = tuple((h, identity if K is None else as_operator(K)) for h, K in terms)
+        self.terms = tuple((h, IDENTITY if K is None else as_operator(K)) for h, K in terms)
         self.prior, self.smooth, self.inverse = prior, smooth, inverse
         self.scales = (1.0,) * len(self.terms)
         held: list[tuple[Any, Any]] = [(f, Prior) for f in (prior, *(h for h, _ in self.terms))]
@@ -102,18 +97,17 @@ class Composite(HiddenProblem):
     def quadratic(self) -> bool:
         """Whether ``g`` is known to be quadratic, with one Hessian for all samples."""
         q = self.smooth
-        parts = [part for part, _ in q.parts] if isinstance(q, SumCoupling) else [q]
-        return all(isinstance(part, LeastSquares | None) for part in parts)
+        return q is None or all(isinstance(part, LeastSquares) for part, _ in parts_of(q))
 
     def images(self, z: Tensor) -> list[Tensor]:
         """``K_i z``."""
-        return [_times(1.0 / k, K(z)) for (_, K), k in zip(self.terms, self.scales, strict=True)]
+        return [times(1.0 / k, K(z)) for (_, K), k in zip(self.terms, self.scales, strict=True)]
 
     def pull(self, y: Sequence[Tensor], z: Tensor) -> Tensor:
         """``sum_i K_i' y_i``, shaped as ``z``."""
         total = torch.zeros_like(z)
         for (_, K), k, part in zip(self.terms, self.scales, y, strict=True):
-            total = total + K.adjoint(_times(1.0 / k, part), z.shape[1:])
+            total = total + K.adjoint(times(1.0 / k, part), z.shape[1:])
         return total
 
     def sizes(self) -> tuple[float, float, float]:
@@ -185,8 +179,12 @@ class Composite(HiddenProblem):
                 f"them, or none) and at most {_DENSE} unknowns (here {n}), or "
                 "Composite(inverse=...); ChambollePock() takes every smooth part and size."
             )
-        eye = torch.eye(n, dtype=torch.float64, device=z.device).to(z.dtype)
-        matrix = self.normal(eye.reshape(n, *z.shape[1:]), rho).reshape(n, n).double()
+        try:  # rounded to float32, eigenvalues that are 0 would be inverted
+            twin, dtype = self.in_double(), torch.float64
+        except TypeError:  # callables in an operator that take one type alone
+            twin, dtype = self, z.dtype
+        eye = torch.eye(n, dtype=dtype, device=z.device).reshape(n, *z.shape[1:])
+        matrix = twin.normal(eye, rho).reshape(n, n).double()
         inverse: Tensor = torch.linalg.pinv(matrix, hermitian=True).to(z.dtype)
         return inverse
 
@@ -269,7 +267,8 @@ class ADMM(SplittingOfSum):
         rho = self.rho
         if rho is None:
             middle, high, norm = problem.sizes()
-            rho = middle / (norm + problem.has_prior) if high > 0 else 1.0
+            size = norm + problem.has_prior
+            rho = middle / size if high > 0 and size > 0 else 1.0  # K = 0: any step does
         if not 0.0 < rho < math.inf:
             raise ValueError("ADMM: no bound on a norm is known; give rho")
         return rho, problem.factor(z, rho)
@@ -374,7 +373,7 @@ class ChambollePock(SplittingOfSum):
         for (h, _), k, dual, image in zip(problem.terms, problem.scales, y, images, strict=True):
             v = dual / sigma + image
             found.append(sigma * (v - _prox(h, k, v, 1.0 / sigma)))  # Moreau's identity
-        duals = [_times(1.0 / k, t) for k, t in zip(problem.scales, found, strict=True)]
+        duals = [times(1.0 / k, t) for k, t in zip(problem.scales, found, strict=True)]
         return (new, *(math.sqrt(tau / sigma) * t for t in found)), new, duals
 
 
@@ -477,8 +476,7 @@ def _distance(problem: Composite, z: Tensor, y: Sequence[Tensor], limit: float) 
     subgradients, relative to their size, [B]."""
     near = _subgradients(problem, z, y)
     slope, pulled = problem.gradient(z), problem.pull([dual for _, _, dual in near], z)
-    bounds = problem.curvature()
-    low, high = (torch.as_tensor(t).to(_norm(z)) for t in (bounds.lower, bounds.upper))
+    low, high = problem.curvature().ends(_norm(z))
     # A z that is nothing beside a gradient step 1/L is 0, of which no part is small.
     zero = (_norm(slope) > 0) & (high * _norm(z) <= limit * _norm(slope))
     reach = torch.where(zero, _norm(slope) / high, _norm(z))
@@ -503,7 +501,7 @@ def _subgradients(
     norms = [K.norm_upper() for _, K in problem.terms]
     size = sum(k * _norm(dual) for k, dual in zip(norms, y, strict=True))
     # By a step of g, or one that moves z by its size: no image, no dual is lost in their sum.
-    high = torch.as_tensor(problem.curvature().upper).to(_norm(z))
+    high = problem.curvature().ends(_norm(z))[1]
     step = torch.where(high > 0, 1.0 / high, _norm(z) / size)
     found = []
     for (h, _), k, image, dual in zip(problem.terms, norms, problem.images(z), y, strict=True):

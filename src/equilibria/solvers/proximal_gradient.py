@@ -95,7 +95,7 @@ def proximal_step(
     unread = functorch_active() and unknown.ndim  # vmap cannot read: the samples fail
     if not unread and bool(unknown.all()):
         raise ValueError(
-            "ProximalGradient needs a finite bound on the curvature of this problem and found "
+            "ProximalGradient needs a positive, finite bound on the curvature and found "
             f"L = {float(upper.max()):g}. Give the step itself, ProximalGradient(tau=...), or "
             "bound the norm of W."
         )
