@@ -217,3 +217,29 @@ def test_samples_are_taken_from_any_state_of_a_solver() -> None:
     assert rest == [None, 7]
     assert found["by"] == solvers  # whose method ``take`` is not one of a state
     assert torch.equal(state["of"].last[0], z)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex128])
+@pytest.mark.parametrize("empty", [(0,), (2, 0, 3)])
+def test_leaves_without_entries_are_solved_with_the_others(empty: Any, dtype: Any) -> None:
+    weight, x = torch.full((1,), 0.5, dtype=torch.float64, requires_grad=True), randn(2, 3, seed=0)
+    start = {"a": torch.zeros(2, 3, dtype=torch.float64), "b": torch.zeros(2, *empty, dtype=dtype)}
+
+    def fn(z: Any) -> Any:
+        return {"a": weight * z["a"] + x, "b": z["b"]}
+
+    solvers = eq.Anderson(), eq.Broyden(), eq.Anderson(rtol=0.0, max_steps=60), eq.Picard()
+    for solver in solvers:
+        found = eq.fixed_point(fn, start, solver=solver).value
+        torch.testing.assert_close(found["a"], 2 * x, rtol=1e-7, atol=1e-7)
+        assert found["b"].shape == start["b"].shape
+        (slope,) = torch.autograd.grad(found["a"].sum(), weight)
+        torch.testing.assert_close(slope, 4 * x.sum().view(1), rtol=1e-6, atol=1e-6)
+
+    def gap(z: Any) -> Any:
+        return {"a": fn(z)["a"] - z["a"], "b": z["b"]}
+
+    torch.testing.assert_close(eq.root(gap, start).value["a"], 2 * x)
+    b = {"a": x, "b": start["b"]}
+    half = eq.linear_solve(lambda v: {"a": 0.5 * v["a"], "b": v["b"]}, b)
+    torch.testing.assert_close(half.value["a"], 2 * x)

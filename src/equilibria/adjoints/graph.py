@@ -36,6 +36,7 @@ from equilibria.engine.tree import (
     Leaves,
     map_tensors,
     per_sample,
+    rows,
     sample_norm,
     select_samples,
     subtract,
@@ -352,7 +353,7 @@ def failed_samples(done: Iterated) -> Tensor | None:
 
 def finite_samples(leaves: Leaves) -> Tensor:
     """[B] bool: samples without NaN and infinity."""
-    finite = [torch.isfinite(x.detach()).reshape(len(x), -1).all(1) for x in leaves]
+    finite = [rows(torch.isfinite(x.detach())).all(1) for x in leaves]
     return torch.stack(finite).all(0)
 
 

@@ -16,11 +16,7 @@ from equilibria.engine.maps import Map
 from equilibria.engine.options import check_number, options
 from equilibria.engine.result import Iterated
 from equilibria.engine.solver import Solver
-from equilibria.engine.transforms import (
-    forward_levels,
-    forward_mode_active,
-    transforms_active,
-)
+from equilibria.engine.transforms import is_differentiated, transforms_active
 from equilibria.engine.tree import Leaves, add
 
 from .functional import Explicit, solve_detached
@@ -52,14 +48,14 @@ class Phantom(Adjoint):
             raise ValueError(f"Phantom(form={self.form!r}): expected 'unrolled' or 'neumann'.")
 
     def run(self, fn: Map, z0: Leaves, solver: Solver, callback: Callback) -> Iterated:
-        derived = torch.is_grad_enabled() or forward_mode_active() or forward_levels() > 0
+        derived = is_differentiated()
         if self.form == "neumann" and transforms_active() and derived:
             raise RuntimeError(
                 "Phantom(form='neumann') is a first-order rule of plain autograd; under torch.func "
                 "or forward-mode AD use Phantom(form='unrolled') or Implicit()."
             )
         done = solve_detached(fn, z0, solver, callback)
-        if torch.is_grad_enabled():
+        if derived:
             # A compiler cannot read the autograd graph, but evaluates what is the same once.
             if self.form == "unrolled" or torch.compiler.is_compiling():
                 done.value = carry(fn, done, self._unrolled)

@@ -24,6 +24,7 @@ from .tree import (
     add,
     join_samples,
     keep_samples,
+    largest_entry,
     part_samples,
     power_of_two,
     sample_dot,
@@ -137,9 +138,9 @@ class _Check:
         self.product = self._apply(done.value)
         self.residual = sample_norm(subtract(right, self.product))
         self.relative = self.residual / norm.clamp_min(torch.finfo(norm.dtype).tiny)
-        # Twice the tolerance, because recursions round; and the rounding of b and Ax themselves.
+        # Twice the tolerance, because recursions round; and the rounding of b and of Ax ≈ b.
         eps = max(torch.finfo(x.dtype).eps for x in done.value)
-        self.allowed = 2 * target + 4 * eps * (norm + sample_norm(self.product))
+        self.norm, self.allowed = norm, 2 * target + 8 * eps * norm
         self.missed = ~(self.residual <= self.allowed)
         believed = self.missed & (done.result == int(Result.converged))
         self.syncs = done.syncs + 1
@@ -161,19 +162,23 @@ class _Check:
 
     def outcome(self) -> Iterated:
         """What was believed converged and is not, and not because A rounds so much, is not."""
-        code = self.done.result
+        code, value = self.done.result, self.done.value
+        if self.any_missed:  # x, or Ax, may be too large for the dtype of b
+            finite = torch.isfinite(self.residual)
+            code = torch.where(finite, code, int(Result.nonfinite)).to(torch.int8)
+            value = keep_samples(finite, value)
         if self.surprised:
             # A times 1.1x rounds differently from A times x: half-precision or TF32 products.
             again = self._apply([1.1 * v for v in self.done.value])
             again = scale_samples(torch.full_like(self.scale, 1 / 1.1), again)
             noise = sample_norm(subtract(again, self.product))
-            wrong = self.missed & ~(self.residual <= self.allowed + 16 * noise)
+            # Where it rounds a tenth of b away, x says nothing about the system.
+            noise = torch.minimum(16 * noise, 0.1 * self.norm)
+            wrong = self.missed & ~(self.residual <= self.allowed + noise)
             wrong = wrong & (code == int(Result.converged))
             code = torch.where(wrong, int(Result.stagnated), code).to(torch.int8)
-        residual, relative = self.residual * self.scale, self.relative
-        return replace(
-            self.done, result=code, residual=residual, relative=relative, syncs=self.syncs
-        )
+        said = {"residual": self.residual * self.scale, "relative": self.relative}
+        return replace(self.done, value=value, result=code, **said, syncs=self.syncs)
 
 
 def _wide(leaves: Leaves) -> Leaves:
@@ -199,7 +204,7 @@ def _ordinary(matvec: MatVec, b: Leaves) -> tuple[MatVec, Leaves, Tensor]:
     answer changes.
     """
     wide = _wide(b)
-    largest = torch.stack([x.reshape(x.shape[0], -1).abs().amax(1) for x in wide]).amax(0)
+    largest = torch.stack([largest_entry(x).to(wide[0].dtype) for x in wide]).amax(0)
     scale = power_of_two(largest)
     return _widened(matvec, [x.dtype for x in b]), scale_samples(1.0 / scale, wide), scale
 

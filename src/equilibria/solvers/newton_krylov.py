@@ -23,6 +23,7 @@ from equilibria.engine.tree import (
     per_sample,
     power_of_two,
     repeat_samples,
+    rows,
     sample_dot,
     sample_norm,
     scale_samples,
@@ -337,5 +338,5 @@ class _Run:
 
 def _same(a: Leaves, b: Leaves) -> Tensor:
     """[B] bool: whether no entry differs."""
-    equal = [(x == y).reshape(len(x), -1).all(1) for x, y in zip(a, b, strict=True)]
+    equal = [rows(x == y).all(1) for x, y in zip(a, b, strict=True)]
     return torch.stack(equal).all(0)
