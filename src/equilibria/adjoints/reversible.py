@@ -154,8 +154,9 @@ def _attach(fn: Map, done: Iterated, z0: Leaves, both: Leaves, steps: _Steps) ->
         # Copies of a healthy sample that stand still.
         both = [lend(x, part.failed) for x in both]
         steps.taken = torch.where(part.failed, 0, steps.taken)
-    steps.pair.fn, steps.sources = part.fn, graph.sources
-    value = _ReversibleFunction.apply(steps, len(z0), *done.value, *both, *z0, *graph.sources)
+    # Once each: what is an argument and captured too has a stand-in for either.
+    steps.pair.fn, steps.sources = part.fn, list({id(s): s for s in graph.sources}.values())
+    value = _ReversibleFunction.apply(steps, len(z0), *done.value, *both, *z0, *steps.sources)
     return cut_off(part.failed, list(value), done.value)
 
 
