@@ -67,8 +67,8 @@ class Phantom(Adjoint):
         z = part.z
         for _ in range(self.steps):
             at = z
-            if self.form == "neumann":
-                at = [_Standing.apply(a, b) for a, b in zip(part.z, z, strict=True)]
+            if self.form == "neumann":  # at z*, with the gradient of z
+                at = [a + (b - b.detach()) for a, b in zip(part.z, z, strict=True)]
             f = part.fn(at)
             if self.damping != 1.0:
                 f = [torch.lerp(a, b, self.damping) for a, b in zip(z, f, strict=True)]
@@ -82,18 +82,6 @@ class Phantom(Adjoint):
             return _SeriesRule(steps=steps, damping=damping, stats=stats, failed=failed)
 
         return attach_isolated(fn, done, rule)
-
-
-class _Standing(torch.autograd.Function):
-    """(z*, z) ↦ z*, with the gradient of z."""
-
-    @staticmethod
-    def forward(ctx: Any, fixed: Tensor, moving: Tensor) -> Tensor:
-        return fixed.view_as(fixed)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, grads[0]
 
 
 @dataclass(kw_only=True)

@@ -185,28 +185,20 @@ def _wide(leaves: Leaves) -> Leaves:
     return [x.to(accumulation_dtype(x.dtype)) for x in leaves]
 
 
-def _widened(matvec: MatVec, dtypes: list[torch.dtype]) -> MatVec:
-    """Run half-precision systems on float32 vectors; A still sees its own dtype."""
-    if all(accumulation_dtype(d) == d for d in dtypes):
-        return matvec
-
-    def wide(v: Leaves) -> Leaves:
-        out = matvec([x.to(d) for x, d in zip(v, dtypes, strict=True)])
-        return [y.to(x.dtype) for x, y in zip(v, out, strict=True)]
-
-    return wide
-
-
 def _ordinary(matvec: MatVec, b: Leaves) -> tuple[MatVec, Leaves, Tensor]:
     """A on vectors of float32 or better, and b in units [B] in which it is near 1.
 
-    So squares of small or large entries neither vanish nor overflow. Powers of two: no digit of the
-    answer changes.
+    A itself still sees the dtype of b. Squares of small or large entries neither vanish nor
+    overflow. Powers of two: no digit of the answer changes.
     """
     wide = _wide(b)
+
+    def product(v: Leaves) -> Leaves:
+        return _wide(matvec([x.to(y.dtype) for x, y in zip(v, b, strict=True)]))
+
     largest = torch.stack([largest_entry(x).to(wide[0].dtype) for x in wide]).amax(0)
     scale = power_of_two(largest)
-    return _widened(matvec, [x.dtype for x in b]), scale_samples(1.0 / scale, wide), scale
+    return product, scale_samples(1.0 / scale, wide), scale
 
 
 def _restored(x: Leaves, scale: Tensor, like: Leaves) -> Leaves:
