@@ -31,7 +31,7 @@ from equilibria.engine.transforms import (
 )
 from equilibria.engine.tree import Leaves, add, keep_samples
 
-from .backward import note_backward, solve_adjoint
+from .backward import Backward
 from .graph import (
     Constants,
     Substitute,
@@ -47,18 +47,6 @@ from .graph import (
 
 Explicit = Callable[[Leaves, Sequence[Tensor]], Leaves]
 """(leaves of z, dependencies) ↦ leaves of T(z)."""
-
-
-@dataclass
-class Backward:
-    """How the linear systems of a derivative are solved."""
-
-    solver: LinearSolver | Solver
-    stats: BackwardStats
-    group: int
-    """How many samples may depend on each other: the batch, without what vmap stacks on it."""
-    coupled: bool
-    """Whether they are known to."""
 
 
 @dataclass(frozen=True)
@@ -273,11 +261,7 @@ def _run(problem: _Problem, z0: Leaves, deps: list[Tensor]) -> Iterated:
     if problem.solver is None:
         still = [torch.zeros_like(d) for d in deps[:n]] + deps[n:]
         offset = problem.fn([torch.zeros_like(z) for z in z0], deps)
-        found = solve_adjoint(
-            how.solver, lambda v: problem.fn(v, still), offset, coupled=how.coupled, group=how.group
-        )
-        note_backward(how.stats, found)
-        return found
+        return how.outcome(lambda v: problem.fn(v, still), offset)
 
     def plain(z: Any) -> Any:
         return tuple(problem.fn(list(z), deps))

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from torch import Tensor
 
 from equilibria.engine.adjoint import Adjoint
 from equilibria.engine.iterate import Callback
@@ -19,7 +16,7 @@ from equilibria.engine.solver import Solver
 from equilibria.engine.transforms import is_differentiated, transforms_active
 from equilibria.engine.tree import Leaves, add
 
-from .functional import Explicit, solve_detached
+from .functional import solve_detached
 from .graph import Isolated, carry, cut_off
 from .implicit import Rule, attach_isolated
 
@@ -60,7 +57,8 @@ class Phantom(Adjoint):
             if self.form == "unrolled" or torch.compiler.is_compiling():
                 done.value = carry(fn, done, self._unrolled)
             else:
-                done.value = self._neumann(fn, done)
+                stats = done.backward
+                done.value = attach_isolated(fn, done, lambda bad: Rule(stats, bad, self._series))
         return done
 
     def _unrolled(self, part: Isolated) -> Leaves:
@@ -75,23 +73,8 @@ class Phantom(Adjoint):
             z = cut_off(part.failed, f, part.z)
         return z
 
-    def _neumann(self, fn: Map, done: Iterated) -> Leaves:
-        steps, damping, stats = self.steps, self.damping, done.backward
-
-        def rule(failed: Tensor | None) -> Rule:
-            return _SeriesRule(steps=steps, damping=damping, stats=stats, failed=failed)
-
-        return attach_isolated(fn, done, rule)
-
-
-@dataclass(kw_only=True)
-class _SeriesRule(Rule):
-    """u = β Σₖ (βJᵀ + (1 − β)I)ᵏ g, k < steps: Neumann's series, of first order only."""
-
-    steps: int
-    damping: float
-
-    def apply(self, transpose: MatVec, g: Leaves) -> Leaves:
+    def _series(self, transpose: MatVec, g: Leaves) -> Leaves:
+        """u = β Σₖ (βJᵀ + (1 − β)I)ᵏ g, k < steps: Neumann's series, of first order only."""
         term = [self.damping * x for x in g]
         total = term
         for _ in range(self.steps - 1):
@@ -99,11 +82,3 @@ class _SeriesRule(Rule):
             term = [torch.add((1.0 - self.damping) * t, p, alpha=self.damping) for t, p in pairs]
             total = add(total, term)
         return total
-
-    def differentiable(
-        self, explicit: Explicit, z: Leaves, sources: Sequence[Tensor], g: Leaves
-    ) -> Leaves:
-        raise RuntimeError(
-            "Phantom(form='neumann') has no second derivative; use Phantom(form='unrolled') or "
-            "Implicit()."
-        )
