@@ -26,7 +26,6 @@ from equilibria.engine.solver import Solver
 from equilibria.engine.transforms import (
     forward_levels,
     forward_mode_active,
-    functorch_active,
     transforms_active,
 )
 from equilibria.engine.tree import Leaves, add, keep_samples
@@ -97,16 +96,6 @@ def solve_detached(fn: Map, z0: Leaves, solver: Solver, callback: Callback) -> I
         done = solve_functional(fn, z0, solver, GMRES(), callback)
     done.value = [v.detach() for v in done.value]
     return done
-
-
-def refuse_data_dependence(solver: Solver, name: str) -> None:
-    """Inside vmap a solve that stops by its residual cannot be unrolled: say what can."""
-    if functorch_active() and not solver.fixed_steps:
-        raise RuntimeError(
-            f"{name} with a tolerance stops by the data, which torch.func transforms cannot "
-            "follow. Use a fixed number of steps (rtol=0, atol=0, max_steps=...) or "
-            "adjoint=Implicit()."
-        )
 
 
 def make_explicit(

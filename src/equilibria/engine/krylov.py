@@ -76,7 +76,7 @@ class LinearSolver(ABC):
         size = len(b[0]) if group is None else group
         if coupled and size > 1:
             return self._solve_joined(matvec, b, x0, size)
-        check = self._checked(matvec, b, x0)
+        check = _Check(self, matvec, b, x0)
         if check.any_missed and size > 1 and check.couples():
             joined = self._solve_joined(matvec, b, x0, size)
             joined.steps, joined.syncs = joined.steps + check.done.steps, joined.syncs + check.syncs
@@ -90,24 +90,11 @@ class LinearSolver(ABC):
             return join_samples(matvec(part_samples(v)), size)
 
         start = None if x0 is None else join_samples(x0, size)
-        return self._checked(whole, join_samples(b, size), start).outcome().spread(size)
+        return _Check(self, whole, join_samples(b, size), start).outcome().spread(size)
 
     def _tolerance(self, b: Leaves) -> float:
         """Of the finest leaf: what a coarse one cannot resolve counts as its rounding."""
         return min(RTOL[x.dtype] for x in b) if self.rtol is None else self.rtol
-
-    def _checked(self, matvec: MatVec, b: Leaves, x0: Leaves | None) -> _Check:
-        """Solve for each sample by itself, and look at b − Ax."""
-        product, right, scale = _ordinary(matvec, b)
-        norm, start = sample_norm(right), None
-        if x0 is not None:
-            wide = [x.to(c.dtype) for x, c in zip(x0, right, strict=True)]
-            # Where b = 0 the answer is 0, and no other start comes to a residual of 0.
-            start = keep_samples(norm > 0, scale_samples(1.0 / scale, wide))
-        target = self.atol / scale + self._tolerance(b) * norm
-        done = self.run(product, right, start, norm, target)
-        done.value = _restored(done.value, scale, b)
-        return _Check(matvec, right, scale, norm, target, done)
 
     @abstractmethod
     def run(
@@ -120,20 +107,19 @@ class LinearSolver(ABC):
 
 
 class _Check:
-    """b − Ax of the x that is returned, and what it means where it is too large.
+    """A solve for each sample by itself; b − Ax of the x that is returned, and what it means where
+    it is too large. Norms are in units of ``scale``."""
 
-    ``right`` is b in units of ``scale``, with its norm and the tolerance in those.
-    """
-
-    def __init__(
-        self,
-        matvec: MatVec,
-        right: Leaves,
-        scale: Tensor,
-        norm: Tensor,
-        target: Tensor,
-        done: Iterated,
-    ) -> None:
+    def __init__(self, solver: LinearSolver, matvec: MatVec, b: Leaves, x0: Leaves | None) -> None:
+        product, right, scale = _ordinary(matvec, b)
+        norm, start = sample_norm(right), None
+        if x0 is not None:
+            wide = [x.to(c.dtype) for x, c in zip(x0, right, strict=True)]
+            # Where b = 0 the answer is 0, and no other start comes to a residual of 0.
+            start = keep_samples(norm > 0, scale_samples(1.0 / scale, wide))
+        target = solver.atol / scale + solver._tolerance(b) * norm
+        done = solver.run(product, right, start, norm, target)
+        done.value = _restored(done.value, scale, b)
         self.matvec, self.scale, self.done = matvec, scale, done
         self.product = self._apply(done.value)
         self.residual = sample_norm(subtract(right, self.product))
