@@ -167,7 +167,7 @@ def test_products_and_combinations(mode: str, writes: int) -> None:
         assert ring.used == used
         x = leaves_like(50)
         expected = np.stack([(rows(held[i]) * rows(x)).sum(1) for i in range(used)], 1)
-        np.testing.assert_allclose(ring.dot(x), expected, rtol=1e-12, atol=1e-13)
+        np.testing.assert_allclose(ring.dot(x).squeeze(1), expected, rtol=1e-12, atol=1e-13)
         weights = randn(3, used, seed=9)
         combined = ring.combine(weights)
         mixed = sum(weights.numpy()[:, [i]] * rows(held[i]) for i in range(used))
@@ -185,7 +185,7 @@ def test_half_precision_products_are_summed_and_given_in_float32(
         x = [randn(3, 5000, seed=1).to(dtype)]
         ring = History(x, 1)
         ring.write(0, x)
-        found = ring.dot(x)
+        found = ring.dot(x).squeeze(1)
         assert found.dtype == torch.float32
         np.testing.assert_allclose(found[:, 0], (rows(x) ** 2).sum(1), rtol=1e-5)
         assert ring.combine(torch.ones(3, 1))[0].dtype == dtype
@@ -213,7 +213,7 @@ def test_samples_are_taken_from_any_state_of_a_solver() -> None:
     assert torch.equal(found["of"].last[0], z[index])
     assert torch.equal(found["of"].norm, state["of"].norm[index])
     taken, *rest = found["of"].inner
-    assert torch.equal(taken.dot([z[index]])[:, 0], sample_dot([z[index]], [z[index]]))
+    assert torch.equal(taken.dot([z[index]])[:, 0, 0], sample_dot([z[index]], [z[index]]))
     assert rest == [None, 7]
     assert found["by"] == solvers  # whose method ``take`` is not one of a state
     assert torch.equal(state["of"].last[0], z)

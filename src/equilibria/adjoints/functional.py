@@ -23,11 +23,7 @@ from equilibria.engine.krylov import GMRES, LinearSolver
 from equilibria.engine.maps import Map
 from equilibria.engine.result import BackwardStats, Iterated, report_failures
 from equilibria.engine.solver import Solver
-from equilibria.engine.transforms import (
-    forward_levels,
-    forward_mode_active,
-    transforms_active,
-)
+from equilibria.engine.transforms import forward_levels, forward_mode_active, transforms_active
 from equilibria.engine.tree import Leaves, add, keep_samples
 
 from .backward import Backward

@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -163,7 +164,7 @@ class _Check:
             wrong = self.missed & ~(self.residual <= self.allowed + noise)
             wrong = wrong & (code == int(Result.converged))
             code = torch.where(wrong, int(Result.stagnated), code).to(torch.int8)
-        said = {"residual": self.residual * self.scale, "relative": self.relative}
+        said: dict[str, Any] = {"residual": self.residual * self.scale, "relative": self.relative}
         return replace(self.done, value=value, result=code, **said, syncs=self.syncs)
 
 
@@ -370,7 +371,7 @@ def orthogonalized(w: Leaves, basis: History) -> tuple[Leaves, Tensor]:
     column = basis.dot(w)
     w = subtract(w, basis.combine(column))
     again = basis.dot(w)
-    return subtract(w, basis.combine(again)), column + again
+    return subtract(w, basis.combine(again)), (column + again).squeeze(1)
 
 
 def _by_qr(hessenberg: Tensor, beta: Tensor, unused: Tensor) -> Tensor:

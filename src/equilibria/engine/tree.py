@@ -361,11 +361,7 @@ class History:
         return self._matrix_views
 
     def dot(self, leaves: Sequence[Tensor]) -> Tensor:
-        """⟨slot i, x⟩ of each sample, [B, used], in float32 or better."""
-        return self.dot_row(leaves).squeeze(1)
-
-    def dot_row(self, leaves: Sequence[Tensor]) -> Tensor:
-        """The same as [B, 1, used]."""
+        """⟨slot i, x⟩ of each sample, [B, 1, used], in float32 or better."""
         pairs = zip(self.layouts, leaves, strict=True)
         return self._dot([lay.flat(x).unsqueeze(1) for lay, x in pairs])
 
