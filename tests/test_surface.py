@@ -36,6 +36,13 @@ MOVED = {
     # One way to apply a block K times.
     "equilibria.nn.DEQ.repeat": "equilibria.nn.DEQ.repeated",
     "equilibria.nn.DEQ.repeated": "equilibria.nn.DEQ.repeated",
+    **{  # one name for such callbacks
+        f"equilibria.theory.{name}(told": f"equilibria_papers.theory.{name}(progress"
+        for name in (
+            *("compare_bounds", "network_bounds", "bounds.compare_bounds", "bounds.network_bounds"),
+            *("bounds.demonstration_curves", "bounds.lipschitz_curves"),
+        )
+    },
 }
 PRIORS = ("Box", "CustomPrior", "Free", "LeakyNonNegative", "Logistic", "NonNegative")
 PRIORS += ("ShiftedNonNegative", "SoftThreshold", "Softplus", "Tanh")

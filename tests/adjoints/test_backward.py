@@ -40,7 +40,7 @@ def test_solution_equals_the_dense_one_on_a_tree(solver: Any) -> None:
         whole = torch.einsum("bij,bj->bi", matrices, torch.cat(v, 1))
         return [whole[:, :2], whole[:, 2:]]
 
-    done = solve_adjoint(solver, product, [g[:, :2], g[:, 2:]])
+    done = solve_adjoint(solver, product, [g[:, :2], g[:, 2:]], coupled=False, group=len(g))
     wanted = torch.linalg.solve(torch.eye(5, dtype=torch.float64) - matrices, g)
     # ‖(I − J)⁻¹‖ ≤ 5 times the tolerance of 1e-12, and room for the norm of g.
     torch.testing.assert_close(torch.cat(done.value, 1), wanted, rtol=1e-10, atol=1e-10)
@@ -49,7 +49,8 @@ def test_solution_equals_the_dense_one_on_a_tree(solver: Any) -> None:
 
 def test_a_zero_gradient_gives_zero_at_once() -> None:
     for solver in SOLVERS:
-        done = solve_adjoint(solver, lambda v: [0.5 * v[0]], [torch.zeros(2, 3).double()])
+        zero = [torch.zeros(2, 3).double()]
+        done = solve_adjoint(solver, lambda v: [0.5 * v[0]], zero, coupled=False, group=2)
         assert torch.equal(done.value[0], torch.zeros(2, 3).double())
         assert (done.result == eq.Result.converged).all()
 

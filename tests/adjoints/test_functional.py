@@ -34,6 +34,7 @@ from tests.contracts.adjoint_contract import (
     weights_of_loss,
     zeros,
 )
+from tests.contracts.problems import randn
 
 from .test_implicit import Layer, run_of, solve
 
@@ -457,3 +458,41 @@ def test_a_constant_changed_in_place_before_the_pullback_is_an_error() -> None:
     x.zero_()
     with pytest.raises(RuntimeError, match="in place"):
         pull(torch.ones_like(value))
+
+
+def forward_derivative(run: Any, x: Tensor, tangent: Tensor, way: str) -> Tensor:
+    if way == "jvp":
+        return jvp(run, (x,), (tangent,))[1]
+    with forward_ad.dual_level():
+        found: Tensor = forward_ad.unpack_dual(run(forward_ad.make_dual(x, tangent))).tangent
+    return found
+
+
+@pytest.mark.parametrize("way", ["jvp", "dual"])
+@pytest.mark.parametrize("graph", [True, False])
+@pytest.mark.parametrize("solver", [eq.Broyden, eq.Anderson])
+def test_forward_mode_through_steps(solver: Any, graph: bool, way: str) -> None:
+    """Also past convergence, where steps are zero, and under no_grad, which it does not ask for."""
+    weight, x, tangent = 0.2 * randn(2, 2, seed=0), randn(3, 2, seed=1), randn(3, 2, seed=2)
+    ways = {eq.Unrolled(): "all", eq.Phantom(steps=60): "all", eq.OneStep(): "last"}
+    z = torch.zeros_like(x)
+    for _ in range(300):
+        z = torch.tanh(z @ weight + x)
+    slope = 1 - z**2
+    jacobian = slope.unsqueeze(2) * weight.mT
+    last = slope * tangent
+    whole = torch.linalg.solve(torch.eye(2, dtype=torch.float64) - jacobian, last)
+    exact = {"all": whole, "last": last}
+    for adjoint, kind in ways.items():
+
+        def run(x: Tensor, adjoint: Any = adjoint) -> Tensor:
+            steps = solver(rtol=0.0, max_steps=30)
+            start = torch.zeros(3, 2, dtype=x.dtype)
+            found = eq.fixed_point(
+                lambda z, x: torch.tanh(z @ weight + x), start, (x,), solver=steps, adjoint=adjoint
+            )
+            return found.value
+
+        with torch.set_grad_enabled(graph):
+            found = forward_derivative(run, x, tangent, way)
+        torch.testing.assert_close(found, exact[kind], rtol=1e-9, atol=1e-12)

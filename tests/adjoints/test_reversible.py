@@ -161,3 +161,23 @@ def test_steps_that_cannot_be_undone_are_an_error() -> None:
     sol = eq.fixed_point(tanh_map, z0, (w, x), solver=steps(0.6, 80), adjoint=eq.Reversible())
     with pytest.raises(RuntimeError, match=r"80 steps with damping=0.6 cannot be undone"):
         sol.value.sum().backward()
+
+
+def test_a_feature_that_is_an_argument_and_captured_too() -> None:
+    w = torch.tensor([0.5], dtype=torch.float64, requires_grad=True)
+    h = 2.0 * w
+
+    def solve(adjoint: eq.Adjoint) -> torch.Tensor:
+        z0 = torch.zeros(2, 1, dtype=torch.float64)
+        solver = eq.Picard(damping=0.5, rtol=0.0, max_steps=8)
+        found = eq.fixed_point(
+            lambda z, a: 0.3 * torch.sin(z) + a * h, z0, (h,), solver=solver, adjoint=adjoint
+        )
+        return torch.autograd.grad(found.value.sum(), w, retain_graph=True)[0]
+
+    z, y = (torch.zeros(2, 1, dtype=torch.float64) for _ in range(2))
+    for _ in range(8):  # the paper's steps, on plain autograd
+        y = 0.5 * y + 0.5 * (0.3 * torch.sin(z) + h * h)
+        z = 0.5 * z + 0.5 * (0.3 * torch.sin(y) + h * h)
+    (exact,) = torch.autograd.grad(z.sum(), w, retain_graph=True)
+    torch.testing.assert_close(solve(eq.Reversible()), exact)

@@ -553,3 +553,28 @@ def test_products_that_round_more_than_their_dtype_are_no_failure() -> None:
 
     found = eq.linear_solve(product, randn(3, 6, seed=1).float(), solver=GMRES(rtol=1e-4))
     assert found.converged.all()
+
+
+@pytest.mark.parametrize("solver", [CG(max_steps=300), GMRES(restart=2, max_steps=300), GMRES()])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_rounding_of_a_singular_system_is_not_called_converged(solver: Any, dtype: Any) -> None:
+    """x runs along the null space, where rounding of Ax grows past b and would excuse any x."""
+    for seed in range(40):
+        q = problems.orthogonal(1, 5, seed)[0]
+        values = torch.tensor([0.0, 0.5, 0.8, 1.0, 1.3], dtype=torch.float64)
+        matrix = ((q * values) @ q.mT).to(dtype)
+        b = randn(1, 5, seed=seed + 100).to(dtype)
+        with quietly():
+            found = eq.linear_solve(lambda v: v @ matrix.mT, b, solver=solver)  # noqa: B023
+        left = norm(b.double() - found.value.double() @ matrix.double().mT) / norm(b.double())
+        assert not (found.result == Result.converged).any() or left.item() < 0.2, (seed, left)
+
+
+def test_an_answer_that_overflows_is_not_called_converged() -> None:
+    """x = 1e6 is no float16, though the solver's own float32 holds it."""
+    b = torch.tensor([[1.0], [2.0]], dtype=torch.float16)
+    scale = torch.tensor([[1e-6], [0.5]], dtype=torch.float16)
+    with quietly():
+        found = eq.linear_solve(lambda v: scale * v, b)
+    assert found.result.tolist() == [Result.nonfinite, Result.converged]
+    assert found.value.tolist() == [[0.0], [4.0]]

@@ -167,7 +167,7 @@ def test_products_and_combinations(mode: str, writes: int) -> None:
         assert ring.used == used
         x = leaves_like(50)
         expected = np.stack([(rows(held[i]) * rows(x)).sum(1) for i in range(used)], 1)
-        np.testing.assert_allclose(ring.dot(x), expected, rtol=1e-12, atol=1e-13)
+        np.testing.assert_allclose(ring.dot(x).squeeze(1), expected, rtol=1e-12, atol=1e-13)
         weights = randn(3, used, seed=9)
         combined = ring.combine(weights)
         mixed = sum(weights.numpy()[:, [i]] * rows(held[i]) for i in range(used))
@@ -185,7 +185,7 @@ def test_half_precision_products_are_summed_and_given_in_float32(
         x = [randn(3, 5000, seed=1).to(dtype)]
         ring = History(x, 1)
         ring.write(0, x)
-        found = ring.dot(x)
+        found = ring.dot(x).squeeze(1)
         assert found.dtype == torch.float32
         np.testing.assert_allclose(found[:, 0], (rows(x) ** 2).sum(1), rtol=1e-5)
         assert ring.combine(torch.ones(3, 1))[0].dtype == dtype
@@ -213,7 +213,33 @@ def test_samples_are_taken_from_any_state_of_a_solver() -> None:
     assert torch.equal(found["of"].last[0], z[index])
     assert torch.equal(found["of"].norm, state["of"].norm[index])
     taken, *rest = found["of"].inner
-    assert torch.equal(taken.dot([z[index]])[:, 0], sample_dot([z[index]], [z[index]]))
+    assert torch.equal(taken.dot([z[index]])[:, 0, 0], sample_dot([z[index]], [z[index]]))
     assert rest == [None, 7]
     assert found["by"] == solvers  # whose method ``take`` is not one of a state
     assert torch.equal(state["of"].last[0], z)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex128])
+@pytest.mark.parametrize("empty", [(0,), (2, 0, 3)])
+def test_leaves_without_entries_are_solved_with_the_others(empty: Any, dtype: Any) -> None:
+    weight, x = torch.full((1,), 0.5, dtype=torch.float64, requires_grad=True), randn(2, 3, seed=0)
+    start = {"a": torch.zeros(2, 3, dtype=torch.float64), "b": torch.zeros(2, *empty, dtype=dtype)}
+
+    def fn(z: Any) -> Any:
+        return {"a": weight * z["a"] + x, "b": z["b"]}
+
+    solvers = eq.Anderson(), eq.Broyden(), eq.Anderson(rtol=0.0, max_steps=60), eq.Picard()
+    for solver in solvers:
+        found = eq.fixed_point(fn, start, solver=solver).value
+        torch.testing.assert_close(found["a"], 2 * x, rtol=1e-7, atol=1e-7)
+        assert found["b"].shape == start["b"].shape
+        (slope,) = torch.autograd.grad(found["a"].sum(), weight)
+        torch.testing.assert_close(slope, 4 * x.sum().view(1), rtol=1e-6, atol=1e-6)
+
+    def gap(z: Any) -> Any:
+        return {"a": fn(z)["a"] - z["a"], "b": z["b"]}
+
+    torch.testing.assert_close(eq.root(gap, start).value["a"], 2 * x)
+    b = {"a": x, "b": start["b"]}
+    half = eq.linear_solve(lambda v: {"a": 0.5 * v["a"], "b": v["b"]}, b)
+    torch.testing.assert_close(half.value["a"], 2 * x)

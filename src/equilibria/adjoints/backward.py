@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,12 +29,7 @@ def refuse_batches(grads: Sequence[Tensor]) -> None:
 
 
 def solve_adjoint(
-    solver: LinearSolver | Solver,
-    transpose: MatVec,
-    g: Leaves,
-    *,
-    coupled: bool = False,
-    group: int | None = None,
+    solver: LinearSolver | Solver, transpose: MatVec, g: Leaves, *, coupled: bool, group: int
 ) -> Iterated:
     """Solve u = g + Jᵀu; a fixed-point solver starts from g, a Krylov space is spanned by it.
 
@@ -58,9 +53,8 @@ def solve_adjoint(
         # The last step was taken after the last evaluation.
         residual = sample_norm(subtract(affine(done.value), done.value))
     if done.coupled:
-        size = len(norm) if group is None else group
-        norm = _together(norm, size)
-        residual = _together(residual, size) if solver.fixed_steps else residual
+        norm = _together(norm, group)
+        residual = _together(residual, group) if solver.fixed_steps else residual
     relative = residual / norm.clamp_min(torch.finfo(norm.dtype).tiny)
     return replace(done, residual=residual, relative=relative)
 
@@ -85,3 +79,24 @@ def note_backward(stats: BackwardStats, outcome: Iterated) -> None:
             f"{int(outcome.steps.max())} steps): gradients are off by about that much. Raise "
             "max_steps (GMRES: restart too) in Implicit(solver=...), or bound the norm of the map."
         )
+
+
+@dataclass
+class Backward:
+    """How the linear systems of a derivative are solved."""
+
+    solver: LinearSolver | Solver
+    stats: BackwardStats
+    group: int
+    """How many samples may depend on each other: the batch, without what vmap stacks on it."""
+    coupled: bool
+    """Whether they are known to."""
+
+    def outcome(self, transpose: MatVec, g: Leaves) -> Iterated:
+        """The solve of u = g + Jᵀu, counted."""
+        found = solve_adjoint(self.solver, transpose, g, coupled=self.coupled, group=self.group)
+        note_backward(self.stats, found)
+        return found
+
+    def solve(self, transpose: MatVec, g: Leaves) -> Leaves:
+        return self.outcome(transpose, g).value

@@ -23,15 +23,10 @@ from equilibria.engine.krylov import GMRES, LinearSolver
 from equilibria.engine.maps import Map
 from equilibria.engine.result import BackwardStats, Iterated, report_failures
 from equilibria.engine.solver import Solver
-from equilibria.engine.transforms import (
-    forward_levels,
-    forward_mode_active,
-    functorch_active,
-    transforms_active,
-)
+from equilibria.engine.transforms import forward_levels, forward_mode_active, transforms_active
 from equilibria.engine.tree import Leaves, add, keep_samples
 
-from .backward import note_backward, solve_adjoint
+from .backward import Backward
 from .graph import (
     Constants,
     Substitute,
@@ -47,18 +42,6 @@ from .graph import (
 
 Explicit = Callable[[Leaves, Sequence[Tensor]], Leaves]
 """(leaves of z, dependencies) ↦ leaves of T(z)."""
-
-
-@dataclass
-class Backward:
-    """How the linear systems of a derivative are solved."""
-
-    solver: LinearSolver | Solver
-    stats: BackwardStats
-    group: int
-    """How many samples may depend on each other: the batch, without what vmap stacks on it."""
-    coupled: bool
-    """Whether they are known to."""
 
 
 @dataclass(frozen=True)
@@ -109,16 +92,6 @@ def solve_detached(fn: Map, z0: Leaves, solver: Solver, callback: Callback) -> I
         done = solve_functional(fn, z0, solver, GMRES(), callback)
     done.value = [v.detach() for v in done.value]
     return done
-
-
-def refuse_data_dependence(solver: Solver, name: str) -> None:
-    """Inside vmap a solve that stops by its residual cannot be unrolled: say what can."""
-    if functorch_active() and not solver.fixed_steps:
-        raise RuntimeError(
-            f"{name} with a tolerance stops by the data, which torch.func transforms cannot "
-            "follow. Use a fixed number of steps (rtol=0, atol=0, max_steps=...) or "
-            "adjoint=Implicit()."
-        )
 
 
 def make_explicit(
@@ -273,11 +246,7 @@ def _run(problem: _Problem, z0: Leaves, deps: list[Tensor]) -> Iterated:
     if problem.solver is None:
         still = [torch.zeros_like(d) for d in deps[:n]] + deps[n:]
         offset = problem.fn([torch.zeros_like(z) for z in z0], deps)
-        found = solve_adjoint(
-            how.solver, lambda v: problem.fn(v, still), offset, coupled=how.coupled, group=how.group
-        )
-        note_backward(how.stats, found)
-        return found
+        return how.outcome(lambda v: problem.fn(v, still), offset)
 
     def plain(z: Any) -> Any:
         return tuple(problem.fn(list(z), deps))

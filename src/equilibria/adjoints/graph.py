@@ -36,6 +36,7 @@ from equilibria.engine.tree import (
     Leaves,
     map_tensors,
     per_sample,
+    rows,
     sample_norm,
     select_samples,
     subtract,
@@ -352,7 +353,7 @@ def failed_samples(done: Iterated) -> Tensor | None:
 
 def finite_samples(leaves: Leaves) -> Tensor:
     """[B] bool: samples without NaN and infinity."""
-    finite = [torch.isfinite(x.detach()).reshape(len(x), -1).all(1) for x in leaves]
+    finite = [rows(torch.isfinite(x.detach())).all(1) for x in leaves]
     return torch.stack(finite).all(0)
 
 
@@ -523,22 +524,9 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 def without_gradient(fn: Map, value: Leaves, *others: Tensor) -> Leaves:
     """The value, with a gradient of zero to all that the map depends on and to ``others``."""
     sources = [*evaluate(fn, value).sources, *(t for t in others if t.requires_grad)]
-    if not sources:
-        return value
-    return list(_Zero.apply(len(value), *[v.detach() for v in value], *sources))
-
-
-class _Zero(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.count = count
-        ctx.save_for_backward(*tensors[count:])
-        return tuple(t.clone() for t in tensors[:count])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        zeros = [torch.zeros_like(t) for t in ctx.saved_tensors]
-        return (None, *([None] * ctx.count), *zeros)
+    # 0, as the sum over no entries: NaN in a source reaches neither the value nor the gradient.
+    nothing = [s.flatten()[:0].abs().sum() for s in sources]
+    return [functools.reduce(torch.add, [n.to(v) for n in nothing], v.detach()) for v in value]
 
 
 def carry(fn: Map, done: Iterated, steps: Callable[[Isolated], Leaves]) -> Leaves:

@@ -9,7 +9,6 @@ the same rule is applied to it, so every order is right.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,8 +37,8 @@ from equilibria.engine.tree import (
     subtract,
 )
 
-from .backward import note_backward, refuse_batches, solve_adjoint
-from .functional import Backward, Explicit, backward_functional, make_explicit, solve_functional
+from .backward import Backward, refuse_batches, solve_adjoint
+from .functional import Explicit, backward_functional, make_explicit, solve_functional
 from .graph import (
     Evaluation,
     blown_up,
@@ -52,18 +51,22 @@ from .graph import (
 )
 
 
-@dataclass(kw_only=True)
-class Rule(ABC):
+@dataclass
+class Rule:
     """What stands for (I − Jᵀ)⁻¹; samples that ``failed`` [B] get zero."""
 
     stats: BackwardStats
-    failed: Tensor | None = None
+    failed: Tensor | None
+    apply: Callable[[MatVec, Leaves], Leaves]
+    """u ≈ (I − Jᵀ)⁻¹g of (v ↦ Jᵀv, g)."""
+    how: Backward | None = None
+    """How u is solved for where it is differentiated; None where it may not be."""
 
     def mask(self, g: Leaves) -> Leaves:
         return g if self.failed is None else keep_samples(~self.failed, g)
 
     def solve(self, transpose: MatVec, g: Leaves) -> Leaves:
-        """u ≈ (I − Jᵀ)⁻¹g, transpose(v) = Jᵀv."""
+        """u, transpose(v) = Jᵀv."""
         if self.failed is None:
             return self.apply(transpose, g)
         if self.stats.masked < 0:
@@ -71,35 +74,21 @@ class Rule(ABC):
         # A failed sample is a constant: also to samples that it is coupled to.
         return self.apply(lambda v: self.mask(transpose(v)), self.mask(g))
 
-    @abstractmethod
-    def apply(self, transpose: MatVec, g: Leaves) -> Leaves:
-        """The rule itself."""
-
-    @abstractmethod
     def differentiable(
         self, explicit: Explicit, z: Leaves, sources: Sequence[Tensor], g: Leaves
     ) -> Leaves:
         """(∂T/∂sources)ᵀu as a differentiable function of z, sources and g."""
+        if self.how is None:
+            raise RuntimeError(
+                "Phantom(form='neumann') has no second derivative; use Phantom(form='unrolled') or "
+                "Implicit()."
+            )
+        return backward_functional(explicit, z, sources, self.mask(g), self.how)
 
 
-@dataclass(kw_only=True)
-class SolveRule(Rule):
+def solving(how: Backward, failed: Tensor | None = None) -> Rule:
     """u solves u = g + Jᵀu: exact to the solver's tolerance, and differentiable to any order."""
-
-    solver: LinearSolver | Solver
-    coupled: bool = False
-    """Whether samples are known to depend on each other."""
-
-    def apply(self, transpose: MatVec, g: Leaves) -> Leaves:
-        outcome = solve_adjoint(self.solver, transpose, g, coupled=self.coupled)
-        note_backward(self.stats, outcome)
-        return outcome.value
-
-    def differentiable(
-        self, explicit: Explicit, z: Leaves, sources: Sequence[Tensor], g: Leaves
-    ) -> Leaves:
-        how = Backward(self.solver, self.stats, len(z[0]), self.coupled)
-        return backward_functional(explicit, z, sources, self.mask(g), how)
+    return Rule(how.stats, failed, how.solve, how)
 
 
 @options
@@ -200,11 +189,12 @@ class _CompiledFunction(torch.autograd.Function):
 @outside_compile("Implicit reads the autograd graph; compile the map instead")
 def _attach_outside_compile(fn: Map, done: Iterated, solver: LinearSolver | Solver) -> Leaves:
     stats = done.backward
+    how = Backward(solver, stats, len(done.result), done.coupled)
 
     def rule(failed: Tensor | None) -> Rule:
         if failed is not None:
             stats.masked = -1 if done.counts is None else int(failed.sum())
-        return SolveRule(solver=solver, stats=stats, failed=failed, coupled=done.coupled)
+        return solving(how, failed)
 
     return attach_isolated(fn, done, rule)
 
@@ -241,9 +231,9 @@ def attach_linear(product: Map, b: Leaves, done: Iterated, solver: LinearSolver)
         return tuple(add(state, scale_samples(inverse, subtract(right, product(list(state))))))
 
     spec = pytree.tree_structure(tuple(b))
-    rule = SolveRule(solver=solver, stats=done.backward, coupled=done.coupled)
+    how = Backward(solver, done.backward, len(done.result), done.coupled)
     fn = Map(richardson, (tuple(b),), spec, b)
-    return attach(fn, done.value, evaluate(fn, done.value), rule)
+    return attach(fn, done.value, evaluate(fn, done.value), solving(how))
 
 
 class _ImplicitFunction(torch.autograd.Function):

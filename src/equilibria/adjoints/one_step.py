@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import torch
-
 from equilibria.engine.adjoint import Adjoint
 from equilibria.engine.iterate import Callback
 from equilibria.engine.maps import Map
 from equilibria.engine.options import options
 from equilibria.engine.result import Iterated
 from equilibria.engine.solver import Solver
+from equilibria.engine.transforms import is_differentiated
 from equilibria.engine.tree import Leaves
 
 from .functional import solve_detached
@@ -26,6 +25,6 @@ class OneStep(Adjoint):
 
     def run(self, fn: Map, z0: Leaves, solver: Solver, callback: Callback) -> Iterated:
         done = solve_detached(fn, z0, solver, callback)
-        if torch.is_grad_enabled():
+        if is_differentiated():
             done.value = carry(fn, done, lambda part: part.fn(part.z))
         return done

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from torch import Tensor
 
 from equilibria.engine.adjoint import Adjoint
 from equilibria.engine.iterate import Callback
@@ -16,14 +13,10 @@ from equilibria.engine.maps import Map
 from equilibria.engine.options import check_number, options
 from equilibria.engine.result import Iterated
 from equilibria.engine.solver import Solver
-from equilibria.engine.transforms import (
-    forward_levels,
-    forward_mode_active,
-    transforms_active,
-)
+from equilibria.engine.transforms import is_differentiated, transforms_active
 from equilibria.engine.tree import Leaves, add
 
-from .functional import Explicit, solve_detached
+from .functional import solve_detached
 from .graph import Isolated, carry, cut_off
 from .implicit import Rule, attach_isolated
 
@@ -52,62 +45,36 @@ class Phantom(Adjoint):
             raise ValueError(f"Phantom(form={self.form!r}): expected 'unrolled' or 'neumann'.")
 
     def run(self, fn: Map, z0: Leaves, solver: Solver, callback: Callback) -> Iterated:
-        derived = torch.is_grad_enabled() or forward_mode_active() or forward_levels() > 0
+        derived = is_differentiated()
         if self.form == "neumann" and transforms_active() and derived:
             raise RuntimeError(
                 "Phantom(form='neumann') is a first-order rule of plain autograd; under torch.func "
                 "or forward-mode AD use Phantom(form='unrolled') or Implicit()."
             )
         done = solve_detached(fn, z0, solver, callback)
-        if torch.is_grad_enabled():
+        if derived:
             # A compiler cannot read the autograd graph, but evaluates what is the same once.
             if self.form == "unrolled" or torch.compiler.is_compiling():
                 done.value = carry(fn, done, self._unrolled)
             else:
-                done.value = self._neumann(fn, done)
+                stats = done.backward
+                done.value = attach_isolated(fn, done, lambda bad: Rule(stats, bad, self._series))
         return done
 
     def _unrolled(self, part: Isolated) -> Leaves:
         z = part.z
         for _ in range(self.steps):
             at = z
-            if self.form == "neumann":
-                at = [_AtSolution.apply(a, b) for a, b in zip(part.z, z, strict=True)]
+            if self.form == "neumann":  # at z*, with the gradient of z
+                at = [a + (b - b.detach()) for a, b in zip(part.z, z, strict=True)]
             f = part.fn(at)
             if self.damping != 1.0:
                 f = [torch.lerp(a, b, self.damping) for a, b in zip(z, f, strict=True)]
             z = cut_off(part.failed, f, part.z)
         return z
 
-    def _neumann(self, fn: Map, done: Iterated) -> Leaves:
-        steps, damping, stats = self.steps, self.damping, done.backward
-
-        def rule(failed: Tensor | None) -> Rule:
-            return _SeriesRule(steps=steps, damping=damping, stats=stats, failed=failed)
-
-        return attach_isolated(fn, done, rule)
-
-
-class _AtSolution(torch.autograd.Function):
-    """(z*, z) ↦ z*, with the gradient of z."""
-
-    @staticmethod
-    def forward(ctx: Any, fixed: Tensor, moving: Tensor) -> Tensor:
-        return fixed.view_as(fixed)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, grads[0]
-
-
-@dataclass(kw_only=True)
-class _SeriesRule(Rule):
-    """u = β Σₖ (βJᵀ + (1 − β)I)ᵏ g, k < steps: Neumann's series, of first order only."""
-
-    steps: int
-    damping: float
-
-    def apply(self, transpose: MatVec, g: Leaves) -> Leaves:
+    def _series(self, transpose: MatVec, g: Leaves) -> Leaves:
+        """u = β Σₖ (βJᵀ + (1 − β)I)ᵏ g, k < steps: Neumann's series, of first order only."""
         term = [self.damping * x for x in g]
         total = term
         for _ in range(self.steps - 1):
@@ -115,11 +82,3 @@ class _SeriesRule(Rule):
             term = [torch.add((1.0 - self.damping) * t, p, alpha=self.damping) for t, p in pairs]
             total = add(total, term)
         return total
-
-    def differentiable(
-        self, explicit: Explicit, z: Leaves, sources: Sequence[Tensor], g: Leaves
-    ) -> Leaves:
-        raise RuntimeError(
-            "Phantom(form='neumann') has no second derivative; use Phantom(form='unrolled') or "
-            "Implicit()."
-        )

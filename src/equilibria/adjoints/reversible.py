@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from equilibria.engine.adjoint import Adjoint
-from equilibria.engine.iterate import Callback, iterate
+from equilibria.engine.iterate import Callback, iterate, shown
 from equilibria.engine.maps import Map, Surrogate
 from equilibria.engine.options import options
 from equilibria.engine.result import Iterated
@@ -51,13 +51,8 @@ class Reversible(Adjoint):
         pair = _Pair(fn, beta, [z.dtype for z in z0])
         start = [z.detach().double() for z in z0]
         n = len(z0)
-
-        def shown(step: int, both: Leaves, norm: Tensor) -> None:
-            assert callback is not None
-            callback(step, pair.narrow(both[n:]), norm)
-
+        watch = shown(callback, lambda both, norm: (pair.narrow(both[n:]), norm))
         with torch.no_grad():
-            watch = None if callback is None else shown
             plain = replace(solver, damping=1.0)  # type: ignore[call-arg]
             done = iterate(pair.map(start), [*start, *start], plain, watch)
         if done.coupled and not fn.coupled:
@@ -154,8 +149,9 @@ def _attach(fn: Map, done: Iterated, z0: Leaves, both: Leaves, steps: _Steps) ->
         # Copies of a healthy sample that stand still.
         both = [lend(x, part.failed) for x in both]
         steps.taken = torch.where(part.failed, 0, steps.taken)
-    steps.pair.fn, steps.sources = part.fn, graph.sources
-    value = _ReversibleFunction.apply(steps, len(z0), *done.value, *both, *z0, *graph.sources)
+    # Once each: what is an argument and captured too has a stand-in for either.
+    steps.pair.fn, steps.sources = part.fn, list({id(s): s for s in graph.sources}.values())
+    value = _ReversibleFunction.apply(steps, len(z0), *done.value, *both, *z0, *steps.sources)
     return cut_off(part.failed, list(value), done.value)
 
 

@@ -17,10 +17,9 @@ from equilibria.engine.maps import Map
 from equilibria.engine.options import options
 from equilibria.engine.result import Iterated, Result
 from equilibria.engine.solver import Solver
-from equilibria.engine.transforms import transforms_active
+from equilibria.engine.transforms import functorch_active, transforms_active
 from equilibria.engine.tree import Leaves, repeat_samples, unflatten, where_sample
 
-from .functional import refuse_data_dependence
 from .graph import (
     Constants,
     blown_up,
@@ -50,7 +49,12 @@ class Unrolled(Adjoint):
     checkpoint: bool = False
 
     def run(self, fn: Map, z0: Leaves, solver: Solver, callback: Callback) -> Iterated:
-        refuse_data_dependence(solver, "Unrolled")
+        if functorch_active() and not solver.fixed_steps:
+            raise RuntimeError(
+                "Unrolled with a tolerance stops by the data, which torch.func transforms cannot "
+                "follow. Use a fixed number of steps (rtol=0, atol=0, max_steps=...) or "
+                "adjoint=Implicit()."
+            )
         if self.checkpoint and transforms_active():
             raise RuntimeError(
                 "Unrolled(checkpoint=True) recomputes by plain autograd; under torch.func or "

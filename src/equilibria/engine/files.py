@@ -38,7 +38,12 @@ def replacing(path: Path | str) -> Iterator[Path]:
         with beside.open("rb+") as file:
             os.fsync(file.fileno())
         beside.replace(path)
-        _sync_folder(path.parent)
+        if os.name != "nt":  # where folders can be opened, make the new name itself durable
+            folder = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
     finally:
         with contextlib.suppress(OSError):
             beside.unlink(missing_ok=True)
@@ -71,17 +76,6 @@ def write_bytes(path: Path | str, content: bytes | memoryview) -> Path:
             "Free some space or check the folder's permissions",
         ) from error
     return path
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the new name itself durable, where folders can be opened for that."""
-    if os.name == "nt":
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def write_text(path: Path | str, text: str) -> Path:

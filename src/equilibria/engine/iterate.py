@@ -84,11 +84,16 @@ def in_state_dtype(fn: Map, z0: Leaves, run: Callable[[Map], R]) -> R:
         return run(fn.wrapped(cast))
 
 
+def shown(
+    callback: Callback, change: Callable[[Leaves, Tensor], tuple[Leaves, Tensor]]
+) -> Callback:
+    """The callback of a solve in other terms, given what ``change`` makes of z and the norms."""
+    return None if callback is None else lambda step, z, norm: callback(step, *change(z, norm))
+
+
 def _each(callback: Callback, size: int) -> Callback:
     """The callback of a solve whose samples are joined; each gets the norm of its group."""
-    if callback is None:
-        return None
-    return lambda step, z, norm: callback(step, part_samples(z), repeat_samples(norm, size))
+    return shown(callback, lambda z, norm: (part_samples(z), repeat_samples(norm, size)))
 
 
 def _map_in_units(fn: Map, unit: Tensor) -> Map:
@@ -101,13 +106,6 @@ def _map_in_units(fn: Map, unit: Tensor) -> Map:
         return unflatten(scale_samples(down, flat), spec)
 
     return fn.wrapped(scaled, (unit, 1.0 / unit, *fn.args))
-
-
-def _shown_in_units(callback: Callback, unit: Tensor) -> Callback:
-    """The callback, shown z and its residual where the engine iterates w."""
-    if callback is None:
-        return None
-    return lambda step, w, norm: callback(step, scale_samples(unit, w), norm * unit)
 
 
 def _own_norms(fn: Map, kept: Reached) -> Reached:
@@ -322,15 +320,14 @@ class _Run:
     def _again(self, unit: Tensor) -> Iterated:
         """The whole solve in other units."""
         size, inverse = self.judge.size, 1.0 / unit
-        fn, shown = _map_in_units(self.fn, unit), _shown_in_units(self.callback, unit)
-        w0 = scale_samples(inverse, self.origin)
-        done = _Run(fn, w0, self.solver, shown, inverse, size).solve()
-        if size:  # the outcome is of samples again
-            unit = repeat_samples(unit, size)
+        told = shown(self.callback, lambda w, norm: (scale_samples(unit, w), norm * unit))
+        fn, w0 = _map_in_units(self.fn, unit), scale_samples(inverse, self.origin)
+        done = _Run(fn, w0, self.solver, told, inverse, size).solve()
+        each = repeat_samples(unit, size) if size else unit  # the outcome is of samples again
         return replace(
             done,
-            value=scale_samples(unit, done.value),
-            residual=done.residual * unit,
+            value=scale_samples(each, done.value),
+            residual=done.residual * each,
             evaluations=done.evaluations + self.evaluations,
             syncs=done.syncs + self.syncs,
         )

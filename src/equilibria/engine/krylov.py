@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from .tree import (
     add,
     join_samples,
     keep_samples,
+    largest_entry,
     part_samples,
     power_of_two,
     sample_dot,
@@ -75,7 +77,7 @@ class LinearSolver(ABC):
         size = len(b[0]) if group is None else group
         if coupled and size > 1:
             return self._solve_joined(matvec, b, x0, size)
-        check = self._checked(matvec, b, x0)
+        check = _Check(self, matvec, b, x0)
         if check.any_missed and size > 1 and check.couples():
             joined = self._solve_joined(matvec, b, x0, size)
             joined.steps, joined.syncs = joined.steps + check.done.steps, joined.syncs + check.syncs
@@ -89,24 +91,11 @@ class LinearSolver(ABC):
             return join_samples(matvec(part_samples(v)), size)
 
         start = None if x0 is None else join_samples(x0, size)
-        return self._checked(whole, join_samples(b, size), start).outcome().spread(size)
+        return _Check(self, whole, join_samples(b, size), start).outcome().spread(size)
 
     def _tolerance(self, b: Leaves) -> float:
         """Of the finest leaf: what a coarse one cannot resolve counts as its rounding."""
         return min(RTOL[x.dtype] for x in b) if self.rtol is None else self.rtol
-
-    def _checked(self, matvec: MatVec, b: Leaves, x0: Leaves | None) -> _Check:
-        """Solve for each sample by itself, and look at b − Ax."""
-        product, right, scale = _ordinary(matvec, b)
-        norm, start = sample_norm(right), None
-        if x0 is not None:
-            wide = [x.to(c.dtype) for x, c in zip(x0, right, strict=True)]
-            # Where b = 0 the answer is 0, and no other start comes to a residual of 0.
-            start = keep_samples(norm > 0, scale_samples(1.0 / scale, wide))
-        target = self.atol / scale + self._tolerance(b) * norm
-        done = self.run(product, right, start, norm, target)
-        done.value = _restored(done.value, scale, b)
-        return _Check(matvec, right, scale, norm, target, done)
 
     @abstractmethod
     def run(
@@ -119,27 +108,26 @@ class LinearSolver(ABC):
 
 
 class _Check:
-    """b − Ax of the x that is returned, and what it means where it is too large.
+    """A solve for each sample by itself; b − Ax of the x that is returned, and what it means where
+    it is too large. Norms are in units of ``scale``."""
 
-    ``right`` is b in units of ``scale``, with its norm and the tolerance in those.
-    """
-
-    def __init__(
-        self,
-        matvec: MatVec,
-        right: Leaves,
-        scale: Tensor,
-        norm: Tensor,
-        target: Tensor,
-        done: Iterated,
-    ) -> None:
+    def __init__(self, solver: LinearSolver, matvec: MatVec, b: Leaves, x0: Leaves | None) -> None:
+        product, right, scale = _ordinary(matvec, b)
+        norm, start = sample_norm(right), None
+        if x0 is not None:
+            wide = [x.to(c.dtype) for x, c in zip(x0, right, strict=True)]
+            # Where b = 0 the answer is 0, and no other start comes to a residual of 0.
+            start = keep_samples(norm > 0, scale_samples(1.0 / scale, wide))
+        target = solver.atol / scale + solver._tolerance(b) * norm
+        done = solver.run(product, right, start, norm, target)
+        done.value = _restored(done.value, scale, b)
         self.matvec, self.scale, self.done = matvec, scale, done
         self.product = self._apply(done.value)
         self.residual = sample_norm(subtract(right, self.product))
         self.relative = self.residual / norm.clamp_min(torch.finfo(norm.dtype).tiny)
-        # Twice the tolerance, because recursions round; and the rounding of b and Ax themselves.
+        # Twice the tolerance, because recursions round; and the rounding of b and of Ax ≈ b.
         eps = max(torch.finfo(x.dtype).eps for x in done.value)
-        self.allowed = 2 * target + 4 * eps * (norm + sample_norm(self.product))
+        self.norm, self.allowed = norm, 2 * target + 8 * eps * norm
         self.missed = ~(self.residual <= self.allowed)
         believed = self.missed & (done.result == int(Result.converged))
         self.syncs = done.syncs + 1
@@ -161,47 +149,43 @@ class _Check:
 
     def outcome(self) -> Iterated:
         """What was believed converged and is not, and not because A rounds so much, is not."""
-        code = self.done.result
+        code, value = self.done.result, self.done.value
+        if self.any_missed:  # x, or Ax, may be too large for the dtype of b
+            finite = torch.isfinite(self.residual)
+            code = torch.where(finite, code, int(Result.nonfinite)).to(torch.int8)
+            value = keep_samples(finite, value)
         if self.surprised:
             # A times 1.1x rounds differently from A times x: half-precision or TF32 products.
             again = self._apply([1.1 * v for v in self.done.value])
             again = scale_samples(torch.full_like(self.scale, 1 / 1.1), again)
             noise = sample_norm(subtract(again, self.product))
-            wrong = self.missed & ~(self.residual <= self.allowed + 16 * noise)
+            # Where it rounds a tenth of b away, x says nothing about the system.
+            noise = torch.minimum(16 * noise, 0.1 * self.norm)
+            wrong = self.missed & ~(self.residual <= self.allowed + noise)
             wrong = wrong & (code == int(Result.converged))
             code = torch.where(wrong, int(Result.stagnated), code).to(torch.int8)
-        residual, relative = self.residual * self.scale, self.relative
-        return replace(
-            self.done, result=code, residual=residual, relative=relative, syncs=self.syncs
-        )
+        said: dict[str, Any] = {"residual": self.residual * self.scale, "relative": self.relative}
+        return replace(self.done, value=value, result=code, **said, syncs=self.syncs)
 
 
 def _wide(leaves: Leaves) -> Leaves:
     return [x.to(accumulation_dtype(x.dtype)) for x in leaves]
 
 
-def _widened(matvec: MatVec, dtypes: list[torch.dtype]) -> MatVec:
-    """Run half-precision systems on float32 vectors; A still sees its own dtype."""
-    if all(accumulation_dtype(d) == d for d in dtypes):
-        return matvec
-
-    def wide(v: Leaves) -> Leaves:
-        out = matvec([x.to(d) for x, d in zip(v, dtypes, strict=True)])
-        return [y.to(x.dtype) for x, y in zip(v, out, strict=True)]
-
-    return wide
-
-
 def _ordinary(matvec: MatVec, b: Leaves) -> tuple[MatVec, Leaves, Tensor]:
     """A on vectors of float32 or better, and b in units [B] in which it is near 1.
 
-    So squares of small or large entries neither vanish nor overflow. Powers of two: no digit of the
-    answer changes.
+    A itself still sees the dtype of b. Squares of small or large entries neither vanish nor
+    overflow. Powers of two: no digit of the answer changes.
     """
     wide = _wide(b)
-    largest = torch.stack([x.reshape(x.shape[0], -1).abs().amax(1) for x in wide]).amax(0)
+
+    def product(v: Leaves) -> Leaves:
+        return _wide(matvec([x.to(y.dtype) for x, y in zip(v, b, strict=True)]))
+
+    largest = torch.stack([largest_entry(x).to(wide[0].dtype) for x in wide]).amax(0)
     scale = power_of_two(largest)
-    return _widened(matvec, [x.dtype for x in b]), scale_samples(1.0 / scale, wide), scale
+    return product, scale_samples(1.0 / scale, wide), scale
 
 
 def _restored(x: Leaves, scale: Tensor, like: Leaves) -> Leaves:
@@ -387,7 +371,7 @@ def orthogonalized(w: Leaves, basis: History) -> tuple[Leaves, Tensor]:
     column = basis.dot(w)
     w = subtract(w, basis.combine(column))
     again = basis.dot(w)
-    return subtract(w, basis.combine(again)), column + again
+    return subtract(w, basis.combine(again)), (column + again).squeeze(1)
 
 
 def _by_qr(hessenberg: Tensor, beta: Tensor, unused: Tensor) -> Tensor:

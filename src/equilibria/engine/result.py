@@ -113,16 +113,10 @@ class Iterated:
 
     def spread(self, size: int) -> Iterated:
         """The outcome of ``size`` joined samples for each: its numbers are those of its group."""
-        return replace(
-            self,
-            value=part_samples(self.value),
-            result=repeat_samples(self.result, size),
-            steps=repeat_samples(self.steps, size),
-            residual=repeat_samples(self.residual, size),
-            relative=repeat_samples(self.relative, size),
-            counts=None if self.counts is None else {c: n * size for c, n in self.counts.items()},
-            coupled=True,
-        )
+        names = "result", "steps", "residual", "relative"
+        each: dict[str, Any] = {n: repeat_samples(getattr(self, n), size) for n in names}
+        counts = None if self.counts is None else {c: n * size for c, n in self.counts.items()}
+        return replace(self, value=part_samples(self.value), counts=counts, coupled=True, **each)
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,11 @@ def forward_levels() -> int:
     return sum(level.key() == torch._C._functorch.TransformType.Jvp for level in stack)
 
 
+def is_differentiated() -> bool:
+    """Whether a derivative may be taken of what is computed now; forward mode asks for no graph."""
+    return torch.is_grad_enabled() or forward_mode_active() or forward_levels() > 0
+
+
 def transforms_active() -> bool:
     """True where gradients are not plain reverse-mode autograd."""
     if torch.compiler.is_compiling():

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .transforms import functorch_active
+from .transforms import forward_mode_active, functorch_active, is_differentiated
 
 Leaves = list[Tensor]
 TreeSpec = pytree.TreeSpec
@@ -76,14 +76,26 @@ class Layout:
     def flat(self, leaf: Tensor) -> Tensor:
         """[B, ...] → [B, N], a view where the leaf has this layout."""
         moved = leaf if self.permutation is None else leaf.permute(self.permutation)
-        if moved.dim() == 2:
-            return moved
-        return moved.reshape(moved.shape[0], -1)
+        return rows(moved)
 
     def leaf(self, flat: Tensor) -> Tensor:
         """[B, N] or [B, 1, N] → [B, ...], the inverse of :meth:`flat`; always a view."""
         moved = flat.view(flat.shape[0], *self.permuted_shape[1:])
         return moved if self.inverse is None else moved.permute(self.inverse)
+
+
+def rows(leaf: Tensor) -> Tensor:
+    """[B, ...] → [B, N], also where N = 0."""
+    return leaf.flatten(1) if leaf.dim() > 1 else leaf.unsqueeze(1)
+
+
+def largest_entry(leaf: Tensor) -> Tensor:
+    """max |·| of each sample, [B]; 0 where it has no entries."""
+    if leaf.dim() == 1:
+        return leaf.abs()
+    if leaf[0].numel() == 0:
+        return leaf.new_zeros(len(leaf))
+    return leaf.abs().amax(tuple(range(1, leaf.dim())))
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -141,16 +153,14 @@ def _leaf_norm(x: Tensor) -> Tensor:
         return x.to(wide).abs()
     if wide != torch.float64 and x.device.type != "mps":
         return _plain_norm(x, torch.float64).to(wide)
-    dims = tuple(range(1, x.dim()))
-    largest = x.detach().to(wide).abs().amax(dims, keepdim=True)
+    largest = largest_entry(x.detach().to(wide))
     unit = torch.where((largest > 0) & (largest < torch.inf), largest, 1.0)
-    norm: Tensor = torch.linalg.vector_norm(x / unit, dim=dims)
-    return norm * unit.flatten()
+    return _plain_norm(x / per_sample(unit, x), wide) * unit
 
 
 def without_graph(leaves: Sequence[Tensor]) -> Leaves:
-    """The leaves, detached where they carry a graph."""
-    return [x.detach() if x.requires_grad else x for x in leaves]
+    """The leaves, detached where they may carry a graph, or a tangent."""
+    return [x.detach() if x.requires_grad or forward_mode_active() else x for x in leaves]
 
 
 def sample_dot(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
@@ -167,7 +177,7 @@ def _leaf_dot(x: Tensor, y: Tensor) -> Tensor:
         dot: Tensor = torch.linalg.vecdot(x, y)
         return dot
     product = x.to(wide) * y.to(wide)
-    return product if x.dim() == 1 else product.flatten(1).sum(1)
+    return rows(product).sum(1)
 
 
 def power_of_two(size: Tensor) -> Tensor:
@@ -275,8 +285,8 @@ _BMM_WIDE_OUTPUT = torch.cuda.is_available() and "out_dtype" in (torch.bmm.__doc
 
 
 def must_be_functional() -> bool:
-    """Whether buffers may not be written in place: a graph is recorded, or something traces."""
-    return torch.is_grad_enabled() or functorch_active() or torch.compiler.is_compiling()
+    """Whether buffers may not be written in place: derivatives are taken, or something traces."""
+    return is_differentiated() or functorch_active() or torch.compiler.is_compiling()
 
 
 class History:
@@ -351,11 +361,7 @@ class History:
         return self._matrix_views
 
     def dot(self, leaves: Sequence[Tensor]) -> Tensor:
-        """⟨slot i, x⟩ of each sample, [B, used], in float32 or better."""
-        return self.dot_row(leaves).squeeze(1)
-
-    def dot_row(self, leaves: Sequence[Tensor]) -> Tensor:
-        """The same as [B, 1, used]."""
+        """⟨slot i, x⟩ of each sample, [B, 1, used], in float32 or better."""
         pairs = zip(self.layouts, leaves, strict=True)
         return self._dot([lay.flat(x).unsqueeze(1) for lay, x in pairs])
 

@@ -14,9 +14,7 @@ from equilibria.engine.tree import (
     History,
     Leaves,
     accumulation_dtype,
-    per_sample,
     sample_norm,
-    scale_samples,
     strange,
     without_graph,
 )
@@ -158,12 +156,7 @@ class Anderson(Solver):
             odd = strange(size) & (size > 0)
             state = replace(state, inverse=torch.where(odd, 1.0 / size, 1.0))
         assert state.inverse is not None
-        if state.residuals.functional:
-            state.residuals.write(slot, scale_samples(state.inverse, point.residual))
-        else:
-            state.residuals.write(slot, point.residual)
-            for kept in state.residuals.slot(slot):
-                kept.mul_(per_sample(state.inverse, kept))
+        state.residuals.write_scaled(slot, state.inverse, point.residual)
         return state
 
     def _candidate(self, point: Point, state: AndersonState, slot: int) -> Leaves:

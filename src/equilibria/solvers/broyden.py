@@ -98,7 +98,7 @@ class Broyden(Solver):
         if rank == 0:
             d, v = g, [-x for x in s]  # d = −Hg, v = Hᵀs
         else:
-            left, right = state.v.dot_row(g), state.u.dot_row(s)
+            left, right = state.v.dot(g), state.u.dot(s)
             if valid is not None:
                 left, right = left * valid, right * valid
             d = state.u.combine(left, g, alpha=-1.0)

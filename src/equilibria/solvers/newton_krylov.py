@@ -23,6 +23,7 @@ from equilibria.engine.tree import (
     per_sample,
     power_of_two,
     repeat_samples,
+    rows,
     sample_dot,
     sample_norm,
     scale_samples,
@@ -189,16 +190,15 @@ class _Run:
         self.fn, self.z0, self.solver = fn, z0, solver
         self.rtol = max(solver.relative_tolerance(x.dtype) for x in z0)
         self.evaluations = self.syncs = 0
-        self.at = self._linearize(z0)
 
-    def _linearize(self, z: Leaves) -> Linearized:
+    def _linearize(self, z: Leaves) -> Tensor:
+        """f and its derivatives at z from here on; ‖f(z)‖."""
         self.at = Linearized(self.fn, z)
         self.evaluations += 1
-        return self.at
+        return sample_norm(self.at.f)
 
     def solve(self) -> tuple[Iterated, Tensor]:
-        solver, at, z = self.solver, self.at, self.z0
-        norm = sample_norm(at.f)
+        solver, z, norm = self.solver, self.z0, self._linearize(self.z0)
         finite = torch.isfinite(norm)
         passed = self._passes(z, norm, finite)
         code = torch.where(finite, int(Result.max_steps), int(Result.nonfinite))
@@ -225,7 +225,7 @@ class _Run:
             trial = where_sample(active, moved, z)
             eps = torch.finfo(norm.dtype).eps
             still = _same(trial, z) | (~free & ~(predicted < model.norm * (1 - 4 * eps)))
-            norm = sample_norm(self._linearize(trial).f)
+            norm = self._linearize(trial)
             # Of squares, as products: the squares may overflow.
             ratio = (1 - norm / model.norm) * (1 + norm / model.norm)
             hoped = (1 - predicted / model.norm) * (1 + predicted / model.norm)
@@ -318,7 +318,7 @@ class _Run:
 
     def _outcome(self, z: Leaves, code: Tensor, steps: Tensor) -> tuple[Iterated, Tensor]:
         """f is evaluated once more, at the answers of all samples together."""
-        norm = sample_norm(self._linearize(z).f)
+        norm = self._linearize(z)
         reference, slope = self._reference(z)
         allowed = self.solver.atol + self.rtol * reference.nan_to_num(0.0, 0.0, 0.0)
         slack = 4 * torch.finfo(norm.dtype).eps * reference  # f may round differently each time
@@ -337,5 +337,5 @@ class _Run:
 
 def _same(a: Leaves, b: Leaves) -> Tensor:
     """[B] bool: whether no entry differs."""
-    equal = [(x == y).reshape(len(x), -1).all(1) for x, y in zip(a, b, strict=True)]
+    equal = [rows(x == y).all(1) for x, y in zip(a, b, strict=True)]
     return torch.stack(equal).all(0)

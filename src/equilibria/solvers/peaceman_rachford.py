@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from equilibria.engine.options import options
@@ -64,20 +63,16 @@ class PeacemanRachford(SplittingSolver):
             return 2.0 * alpha / (1.0 + alpha * inclusion.modulus)
 
         first = blend(1.0 - alpha, start, alpha, space.argument(start, source))
+        # A failed sample returns a number, at which gradients of shared weights can be taken.
+        first = map_tensors(lambda part: part.nan_to_num(0.0, 0.0, 0.0), first)
         given = "step α = √n/‖I − W‖_F" if self.alpha is None else "given step α"
         reason = f"PeacemanRachford with the {given}"
         inputs = (alpha * source, c)
-        return Splitting(step, own, near, None, _finite(first), inputs, read, reason)
+        return Splitting(step, own, near, None, first, inputs, read, reason)
 
     def step_size(self, inclusion: Inclusion) -> float | Tensor:
         """α as given; or √n/‖I − W‖_F as a number on the device."""
         return inclusion.scale().reciprocal() if self.alpha is None else self.alpha
-
-
-def _finite(u: Any) -> Any:
-    """u with zero for NaN and infinity: a failed sample returns a number, at which the gradients of
-    the weights it shares with the others can be taken."""
-    return map_tensors(lambda part: torch.where(torch.isfinite(part), part, 0.0), u)
 
 
 def _add(z: Any, c: Tensor) -> Any:
