@@ -93,7 +93,7 @@ def largest_entry(leaf: Tensor) -> Tensor:
     """max |·| of each sample, [B]; 0 where it has no entries."""
     if leaf.dim() == 1:
         return leaf.abs()
-    if leaf[0].numel() == 0:
+    if leaf.shape[1:].numel() == 0:
         return leaf.new_zeros(len(leaf))
     return leaf.abs().amax(tuple(range(1, leaf.dim())))
 
