@@ -27,7 +27,7 @@ few_steps_NAME.ckpt, from which the same command goes on.
 
 needs no data: the kernels of one image, by name, with one step and in the explicit twin, on fresh
 weights, each replayed as a CUDA graph, and images a second at batches of ``--batch`` and 1. Writes
-few_steps_profile.json (with ``--tag`` also that name).
+few_steps_profile.json, with ``--tag NAME`` few_steps_profile_NAME.json.
 """
 
 from __future__ import annotations

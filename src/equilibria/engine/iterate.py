@@ -320,9 +320,9 @@ class _Run:
     def _again(self, unit: Tensor) -> Iterated:
         """The whole solve in other units."""
         size, inverse = self.judge.size, 1.0 / unit
-        told = shown(self.callback, lambda w, norm: (scale_samples(unit, w), norm * unit))
+        watch = shown(self.callback, lambda w, norm: (scale_samples(unit, w), norm * unit))
         fn, w0 = _map_in_units(self.fn, unit), scale_samples(inverse, self.origin)
-        done = _Run(fn, w0, self.solver, told, inverse, size).solve()
+        done = _Run(fn, w0, self.solver, watch, inverse, size).solve()
         each = repeat_samples(unit, size) if size else unit  # the outcome is of samples again
         return replace(
             done,
